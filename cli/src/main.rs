@@ -1,0 +1,2 @@
+//! kvsplice
+fn main() {}
