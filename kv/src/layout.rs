@@ -1,0 +1,192 @@
+//! How the KV of a chunk is laid out: which bytes each layer has, and what they mean.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use crate::Error;
+
+/// Raised by hand when stored bytes change meaning (K before RoPE and after bias, V as projected: 1).
+pub const KV_SEMANTICS: u32 = 1;
+
+/// How numbers of a chunk's KV are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Encoding {
+    /// IEEE single precision; for tests of exactness.
+    F32,
+    /// bfloat16; the default.
+    Bf16,
+}
+
+impl Encoding {
+    /// Bytes of one number.
+    pub const fn bytes(self) -> usize {
+        match self {
+            Encoding::F32 => 4,
+            Encoding::Bf16 => 2,
+        }
+    }
+
+    /// The dtype name in a safetensors header.
+    pub const fn dtype(self) -> &'static str {
+        match self {
+            Encoding::F32 => "F32",
+            Encoding::Bf16 => "BF16",
+        }
+    }
+}
+
+impl fmt::Display for Encoding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Encoding::F32 => "f32",
+            Encoding::Bf16 => "bf16",
+        })
+    }
+}
+
+impl FromStr for Encoding {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self, Error> {
+        match name {
+            "f32" => Ok(Encoding::F32),
+            "bf16" => Ok(Encoding::Bf16),
+            _ => Err(Error::UnknownName { what: "encoding", got: name.to_owned(), known: "f32, bf16" }),
+        }
+    }
+}
+
+/// In which context a chunk's KV was computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Provenance {
+    /// From prefix and chunk alone, whatever traffic came before.
+    Clean,
+}
+
+impl fmt::Display for Provenance {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("clean")
+    }
+}
+
+impl FromStr for Provenance {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self, Error> {
+        match name {
+            "clean" => Ok(Provenance::Clean),
+            _ => Err(Error::UnknownName { what: "provenance", got: name.to_owned(), known: "clean" }),
+        }
+    }
+}
+
+/// One stored form of a chunk's KV. Its text, `bf16-clean-1`, is the last part of the object's path.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Variant {
+    /// How numbers are stored.
+    pub encoding: Encoding,
+    /// In which context they were computed.
+    pub provenance: Provenance,
+    /// What they mean: [`KV_SEMANTICS`] at the time of writing.
+    pub kv_semantics: u32,
+}
+
+impl Variant {
+    /// The clean-room variant of today's semantics.
+    pub const fn clean(encoding: Encoding) -> Self {
+        Self { encoding, provenance: Provenance::Clean, kv_semantics: KV_SEMANTICS }
+    }
+}
+
+impl fmt::Display for Variant {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}-{}-{}", self.encoding, self.provenance, self.kv_semantics)
+    }
+}
+
+impl FromStr for Variant {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let unknown = || Error::UnknownName { what: "variant", got: text.to_owned(), known: "like bf16-clean-1" };
+        let mut parts = text.splitn(3, '-');
+        let (Some(encoding), Some(provenance), Some(semantics)) = (parts.next(), parts.next(), parts.next()) else {
+            return Err(unknown());
+        };
+        Ok(Self {
+            encoding: encoding.parse()?,
+            provenance: provenance.parse()?,
+            kv_semantics: semantics.parse().map_err(|_| unknown())?,
+        })
+    }
+}
+
+impl Serialize for Variant {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Variant {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+    }
+}
+
+/// The shape of one chunk's KV. Everything about byte ranges follows from it.
+///
+/// Bytes of an object: header, then for each layer K `[tokens, kv_heads, head_dim]` and V of the same shape, row-major.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct KvLayout {
+    /// Decoder layers.
+    pub layers: u32,
+    /// KV heads a layer.
+    pub kv_heads: u32,
+    /// Numbers a head.
+    pub head_dim: u32,
+    /// How numbers are stored.
+    pub encoding: Encoding,
+}
+
+impl KvLayout {
+    /// Bytes of one row (one token) of K or of V in one layer.
+    pub const fn row_bytes(&self) -> usize {
+        self.kv_heads as usize * self.head_dim as usize * self.encoding.bytes()
+    }
+
+    /// Bytes of K and V of one layer of a chunk of `tokens` tokens.
+    pub const fn layer_bytes(&self, tokens: u32) -> usize {
+        2 * tokens as usize * self.row_bytes()
+    }
+
+    /// Bytes of one token over all layers.
+    pub const fn token_bytes(&self) -> usize {
+        2 * self.layers as usize * self.row_bytes()
+    }
+
+    /// Bytes of the header with its length field: 32 KiB, and one more for each 64 layers beyond the first 64.
+    pub const fn header_bytes(&self) -> usize {
+        (32 << 10) * (self.layers as usize).div_ceil(64)
+    }
+
+    /// Bytes of a whole object of `tokens` tokens.
+    pub const fn object_bytes(&self, tokens: u32) -> usize {
+        self.header_bytes() + self.layers as usize * self.layer_bytes(tokens)
+    }
+
+    /// Where layer `layer` (K, then V) lies in an object of `tokens` tokens.
+    pub const fn layer_range(&self, layer: u32, tokens: u32) -> std::ops::Range<usize> {
+        let start = self.header_bytes() + layer as usize * self.layer_bytes(tokens);
+        start..start + self.layer_bytes(tokens)
+    }
+}
+
+impl fmt::Display for KvLayout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} layers × {} KV heads × {} {}", self.layers, self.kv_heads, self.head_dim, self.encoding)
+    }
+}
