@@ -1,9 +1,37 @@
-//! The chunk object: a safetensors file whose byte ranges follow from [`KvLayout`](crate::KvLayout).
+//! The chunk object: a safetensors file whose byte ranges follow from [`KvLayout`].
+//!
+//! Writing is deterministic. The parser renders the header that its metadata calls for and compares every byte, so it
+//! accepts exactly what [`write`] makes: no other offset, name, dtype or shape gets through. It never touches tensor data;
+//! [`Header::verify_layer`] does, one layer at a time.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::ops::Range;
+
+use serde::Deserialize;
+
+use crate::{ChunkId, ChunkKey, KvLayout, Variant};
+
+/// Raised when the header changes; another version is foreign.
+pub const FORMAT_VERSION: u32 = 1;
+/// What a reader fetches first: the whole header of a model of up to 64 layers, in bytes.
+pub const FIRST_READ_BYTES: usize = 32 << 10;
+/// Longest header that is read, in bytes.
+pub const MAX_HEADER_BYTES: usize = FIRST_READ_BYTES * 16;
+
+const FORMAT: &str = "kvsplice chunk";
+const MAX_LAYERS: u32 = 999;
+const MAX_HEADS: u32 = 1024;
+const MAX_HEAD_DIM: u32 = 1024;
+const MAX_ROW_BYTES: usize = 1 << 20;
+const MAX_TOKENS: u32 = 1 << 24;
+const MAX_OWNER_BYTES: usize = 256;
+const MAX_NAME_BYTES: usize = 64;
 
 /// Why a chunk object was refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// The file ends too early.
+    /// The bytes end too early.
     #[error("truncated: {got} bytes, need {need}")]
     Truncated {
         /// Bytes there.
@@ -11,4 +39,492 @@ pub enum Error {
         /// Bytes needed.
         need: usize,
     },
+    /// Not a chunk object of this format, or one of another chunk.
+    #[error("foreign: {what} is {found}, expected {expected}")]
+    Foreign {
+        /// What differs.
+        what: &'static str,
+        /// What this reader accepts.
+        expected: String,
+        /// What the object says, cut at 80 characters.
+        found: String,
+    },
+    /// The header is not what its writer wrote.
+    #[error("damaged: the header does not match its digest")]
+    DamagedHeader,
+    /// A layer is not what its writer wrote.
+    #[error("damaged: layer {layer} does not match its digest")]
+    DamagedLayer {
+        /// The layer.
+        layer: u32,
+    },
+    /// A value that no object can have.
+    #[error("{what} must be {expected}, got {got}")]
+    OutOfRange {
+        /// Which value.
+        what: &'static str,
+        /// The valid values in words.
+        expected: &'static str,
+        /// The value as given.
+        got: String,
+    },
+}
+
+/// What the header of a chunk object says. One that came from [`Header::parse`] is consistent in itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// What the chunk id is made of.
+    pub key: ChunkKey,
+    /// Shape of the KV.
+    pub layout: KvLayout,
+    /// Encoding, provenance and meaning of the data.
+    pub variant: Variant,
+    /// Tokens of the chunk.
+    pub tokens: u32,
+    /// Version of the program that wrote the object.
+    pub build: String,
+    /// What the KV was computed in, such as `f32`.
+    pub compute_dtype: String,
+    /// BLAKE3 of each layer's bytes (K, then V).
+    pub layer_digests: Vec<[u8; 32]>,
+}
+
+/// Makes a chunk object. `layers` gives, for each layer in order, the bytes of K `[tokens, kv_heads, head_dim]`, row-major in
+/// the layout's encoding and before RoPE, then those of V. Errors: [`Error::OutOfRange`] when a value or a layer's length
+/// does not fit the layout.
+pub fn write(
+    key: &ChunkKey,
+    layout: &KvLayout,
+    variant: Variant,
+    tokens: u32,
+    compute_dtype: &str,
+    layers: impl IntoIterator<Item = impl AsRef<[u8]>>,
+) -> Result<Vec<u8>, Error> {
+    let mut header = Header {
+        key: key.clone(),
+        layout: *layout,
+        variant,
+        tokens,
+        build: env!("CARGO_PKG_VERSION").to_owned(),
+        compute_dtype: compute_dtype.to_owned(),
+        layer_digests: Vec::new(),
+    };
+    header.check_ranges()?;
+    let layer_bytes = layout.layer_bytes(tokens);
+    let mut object = Vec::with_capacity(layout.object_bytes(tokens));
+    object.resize(layout.header_bytes(), b' ');
+    for layer in layers {
+        let layer = layer.as_ref();
+        if layer.len() != layer_bytes {
+            return Err(Error::OutOfRange {
+                what: "layer",
+                expected: "2 × tokens × kv_heads × head_dim numbers",
+                got: format!("{} bytes, layout {layout} with {tokens} tokens needs {layer_bytes}", layer.len()),
+            });
+        }
+        header.layer_digests.push(*blake3::hash(layer).as_bytes());
+        object.extend_from_slice(layer);
+    }
+    if header.layer_digests.len() != layout.layers as usize {
+        return Err(Error::OutOfRange {
+            what: "layers",
+            expected: "as many as the layout has",
+            got: format!("{}, layout {layout}", header.layer_digests.len()),
+        });
+    }
+    let rendered = header.render()?;
+    object[..rendered.len()].copy_from_slice(&rendered);
+    Ok(object)
+}
+
+impl Header {
+    /// Reads the header from the first bytes of an object. [`Error::Truncated`] says how many bytes it takes; a reader that
+    /// has the start of an object reads that many and tries again.
+    pub fn parse(bytes: &[u8]) -> Result<Self, Error> {
+        let Some((length, rest)) = bytes.split_first_chunk::<8>() else {
+            return Err(Error::Truncated { got: bytes.len(), need: FIRST_READ_BYTES });
+        };
+        let length = u64::from_le_bytes(*length);
+        let header_bytes = usize::try_from(length).ok().and_then(|length| length.checked_add(8)).unwrap_or(usize::MAX);
+        if header_bytes == 8 || header_bytes > MAX_HEADER_BYTES || !header_bytes.is_multiple_of(FIRST_READ_BYTES) {
+            return Err(foreign("header length", "a multiple of 32 KiB, less 8, up to 512 KiB", &length.to_string()));
+        }
+        let Some(json) = rest.get(..header_bytes - 8) else {
+            return Err(Error::Truncated { got: bytes.len(), need: header_bytes });
+        };
+        let file: File = serde_json::from_slice(json)
+            .map_err(|error| foreign("header", "JSON with __metadata__", &error.to_string()))?;
+        let header = Self::from_metadata(&file.metadata)?;
+        if header.layout.header_bytes() != header_bytes {
+            return Err(Error::DamagedHeader);
+        }
+        let rendered = header.render()?;
+        if rendered.get(8..) != Some(json) {
+            return Err(Error::DamagedHeader);
+        }
+        Ok(header)
+    }
+
+    /// Checks that the object belongs to the chunk `id`.
+    pub fn check_id(&self, id: ChunkId) -> Result<(), Error> {
+        let found = self.key.id();
+        if found != id {
+            return Err(foreign("chunk id", &id.to_string(), &found.to_string()));
+        }
+        Ok(())
+    }
+
+    /// Checks that the object is of this variant.
+    pub fn check_variant(&self, variant: Variant) -> Result<(), Error> {
+        if self.variant != variant {
+            return Err(foreign("variant", &variant.to_string(), &self.variant.to_string()));
+        }
+        Ok(())
+    }
+
+    /// Checks the bytes of one layer (K, then V) against the header.
+    pub fn verify_layer(&self, layer: u32, bytes: &[u8]) -> Result<(), Error> {
+        let digest = self.layer_digests.get(layer as usize).ok_or_else(|| Error::OutOfRange {
+            what: "layer",
+            expected: "less than the number of layers",
+            got: format!("{layer} of {}", self.layout.layers),
+        })?;
+        let need = self.layer_bytes();
+        if bytes.len() < need {
+            return Err(Error::Truncated { got: bytes.len(), need });
+        }
+        if bytes.len() > need || blake3::hash(bytes).as_bytes() != digest {
+            return Err(Error::DamagedLayer { layer });
+        }
+        Ok(())
+    }
+
+    /// Bytes of K and V of one layer.
+    pub const fn layer_bytes(&self) -> usize {
+        self.layout.layer_bytes(self.tokens)
+    }
+
+    /// Bytes of the whole object.
+    pub const fn object_bytes(&self) -> usize {
+        self.layout.object_bytes(self.tokens)
+    }
+
+    /// Where a layer (K, then V) lies in the object.
+    pub const fn layer_range(&self, layer: u32) -> Range<usize> {
+        self.layout.layer_range(layer, self.tokens)
+    }
+
+    /// Every size is bounded, so that no product of them overflows.
+    fn check_ranges(&self) -> Result<(), Error> {
+        let layout = &self.layout;
+        check_range("layers", layout.layers, MAX_LAYERS, "in 1..=999")?;
+        check_range("kv_heads", layout.kv_heads, MAX_HEADS, "in 1..=1024")?;
+        check_range("head_dim", layout.head_dim, MAX_HEAD_DIM, "in 1..=1024")?;
+        check_range("tokens", self.tokens, MAX_TOKENS, "in 1..=16777216")?;
+        if layout.row_bytes() > MAX_ROW_BYTES {
+            return Err(out_of_range("row", "at most 1 MiB", format!("{} bytes", layout.row_bytes())));
+        }
+        if layout.encoding != self.variant.encoding {
+            let got = format!("{} in {}", layout.encoding, self.variant);
+            return Err(out_of_range("encoding", "the variant's", got));
+        }
+        check_text("owner", &self.key.owner, MAX_OWNER_BYTES, "1 to 256 bytes")?;
+        check_text("build", &self.build, MAX_NAME_BYTES, "1 to 64 bytes")?;
+        check_text("compute_dtype", &self.compute_dtype, MAX_NAME_BYTES, "1 to 64 bytes")
+    }
+
+    fn from_metadata(metadata: &BTreeMap<String, String>) -> Result<Self, Error> {
+        let text = |what: &'static str| {
+            metadata.get(what).map(String::as_str).ok_or_else(|| foreign(what, "in the metadata", "missing"))
+        };
+        let number = |what: &'static str| {
+            let found = text(what)?;
+            found.parse::<u32>().map_err(|_| foreign(what, "a number", found))
+        };
+        for (what, expected) in [("format", FORMAT.to_owned()), ("format_version", FORMAT_VERSION.to_string())] {
+            let found = text(what)?;
+            if found != expected {
+                return Err(foreign(what, &expected, found));
+            }
+        }
+        let digest = |what: &'static str| {
+            let found = text(what)?;
+            blake3::Hash::from_hex(found).map_err(|_| foreign(what, "64 hexadecimal digits", found))
+        };
+        let variant: Variant = text("variant")?
+            .parse()
+            .map_err(|error: crate::Error| foreign("variant", "a known variant", &error.to_string()))?;
+        let mut header = Self {
+            key: ChunkKey {
+                model: crate::ModelDigest::from_bytes(*digest("model")?.as_bytes()),
+                prefix: crate::id::TokensDigest::from_bytes(*digest("prefix")?.as_bytes()),
+                tokens: crate::id::TokensDigest::from_bytes(*digest("token_ids")?.as_bytes()),
+                owner: text("owner")?.to_owned(),
+            },
+            layout: KvLayout {
+                layers: number("layers")?,
+                kv_heads: number("kv_heads")?,
+                head_dim: number("head_dim")?,
+                encoding: variant.encoding,
+            },
+            variant,
+            tokens: number("tokens")?,
+            build: text("build")?.to_owned(),
+            compute_dtype: text("compute_dtype")?.to_owned(),
+            layer_digests: Vec::new(),
+        };
+        header.check_ranges()?;
+        for layer in 0..header.layout.layers {
+            let name = format!("blake3.{layer:03}");
+            let found = metadata.get(&name).ok_or(Error::DamagedHeader)?;
+            let hash = blake3::Hash::from_hex(found).map_err(|_| Error::DamagedHeader)?;
+            header.layer_digests.push(*hash.as_bytes());
+        }
+        Ok(header)
+    }
+
+    /// The header with its length field, padded to `layout.header_bytes()`. Needs one digest a layer.
+    fn render(&self) -> Result<Vec<u8>, Error> {
+        let mut json = String::with_capacity(self.layout.header_bytes());
+        let mut entry = |name: &str, value: &str| {
+            let first = if json.is_empty() { "{\"__metadata__\":{" } else { "," };
+            // Owner, build and dtype are free text: serde_json escapes them.
+            let value = serde_json::Value::from(value);
+            write!(json, "{first}\"{name}\":{value}").map_err(|_| Error::DamagedHeader)
+        };
+        entry("format", FORMAT)?;
+        entry("format_version", &FORMAT_VERSION.to_string())?;
+        entry("chunk_id", &self.key.id().to_string())?;
+        entry("model", &self.key.model.to_string())?;
+        entry("prefix", &self.key.prefix.to_string())?;
+        entry("token_ids", &self.key.tokens.to_string())?;
+        entry("owner", &self.key.owner)?;
+        entry("variant", &self.variant.to_string())?;
+        entry("layers", &self.layout.layers.to_string())?;
+        entry("kv_heads", &self.layout.kv_heads.to_string())?;
+        entry("head_dim", &self.layout.head_dim.to_string())?;
+        entry("tokens", &self.tokens.to_string())?;
+        entry("build", &self.build)?;
+        entry("compute_dtype", &self.compute_dtype)?;
+        for (layer, digest) in self.layer_digests.iter().enumerate() {
+            entry(&format!("blake3.{layer:03}"), blake3::Hash::from_bytes(*digest).to_hex().as_str())?;
+        }
+        let seal = blake3::hash(json.as_bytes());
+        write!(json, ",\"blake3.header\":\"{}\"}}", seal.to_hex()).map_err(|_| Error::DamagedHeader)?;
+        self.render_tensors(&mut json).map_err(|_| Error::DamagedHeader)?;
+
+        let room = self.layout.header_bytes() - 8;
+        if json.len() > room {
+            return Err(out_of_range("header", "within its fixed size", format!("{} of {room} bytes", json.len())));
+        }
+        let mut bytes = Vec::with_capacity(self.layout.header_bytes());
+        bytes.extend_from_slice(&(room as u64).to_le_bytes());
+        bytes.extend_from_slice(json.as_bytes());
+        bytes.resize(self.layout.header_bytes(), b' ');
+        Ok(bytes)
+    }
+
+    fn render_tensors(&self, json: &mut String) -> std::fmt::Result {
+        let KvLayout { layers, kv_heads, head_dim, encoding } = self.layout;
+        let (tokens, dtype) = (self.tokens, encoding.dtype());
+        let part_bytes = self.layer_bytes() / 2;
+        let mut start = 0;
+        for layer in 0..layers {
+            for part in ["k", "v"] {
+                let end = start + part_bytes;
+                write!(json, ",\"layers.{layer:03}.{part}\":{{\"dtype\":\"{dtype}\",")?;
+                write!(json, "\"shape\":[{tokens},{kv_heads},{head_dim}],\"data_offsets\":[{start},{end}]}}")?;
+                start = end;
+            }
+        }
+        json.push('}');
+        Ok(())
+    }
+}
+
+/// The part of the file's header that is read; the rest is compared.
+#[derive(Deserialize)]
+struct File {
+    #[serde(rename = "__metadata__")]
+    metadata: BTreeMap<String, String>,
+}
+
+fn foreign(what: &'static str, expected: &str, found: &str) -> Error {
+    Error::Foreign { what, expected: expected.to_owned(), found: found.chars().take(80).collect() }
+}
+
+fn out_of_range(what: &'static str, expected: &'static str, got: String) -> Error {
+    Error::OutOfRange { what, expected, got }
+}
+
+fn check_range(what: &'static str, value: u32, most: u32, expected: &'static str) -> Result<(), Error> {
+    if (1..=most).contains(&value) { Ok(()) } else { Err(out_of_range(what, expected, value.to_string())) }
+}
+
+fn check_text(what: &'static str, text: &str, most: usize, expected: &'static str) -> Result<(), Error> {
+    if (1..=most).contains(&text.len()) {
+        Ok(())
+    } else {
+        Err(out_of_range(what, expected, format!("{} bytes", text.len())))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::{Encoding, ModelDigest};
+
+    fn make(layers: u32, tokens: u32, encoding: Encoding, owner: &str) -> (ChunkKey, KvLayout, Vec<Vec<u8>>, Vec<u8>) {
+        let layout = KvLayout { layers, kv_heads: 2, head_dim: 3, encoding };
+        let key = ChunkKey::new(ModelDigest::from_bytes([9; 32]), &[1], &[2, 3], owner);
+        let data: Vec<Vec<u8>> = (0..layers)
+            .map(|layer| {
+                let seed = layer * 31 + tokens;
+                (0..layout.layer_bytes(tokens) as u32).map(|i| ((i * 7 + seed) % 251) as u8).collect()
+            })
+            .collect();
+        let object = write(&key, &layout, Variant::clean(encoding), tokens, "f32", &data).unwrap();
+        (key, layout, data, object)
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(48))]
+
+        #[test]
+        fn what_is_written_is_read(layers in 1u32..70, tokens in 1u32..20, wide in any::<bool>(), owner in "\\PC{1,60}") {
+            let encoding = if wide { Encoding::F32 } else { Encoding::Bf16 };
+            let (key, layout, data, object) = make(layers, tokens, encoding, &owner);
+            let header = Header::parse(&object).unwrap();
+            prop_assert_eq!(&header.key, &key);
+            prop_assert_eq!(header.layout, layout);
+            prop_assert_eq!(header.tokens, tokens);
+            prop_assert_eq!(header.object_bytes(), object.len());
+            header.check_id(key.id()).unwrap();
+            for layer in 0..layers {
+                let bytes = &object[header.layer_range(layer)];
+                prop_assert_eq!(bytes, data[layer as usize].as_slice());
+                header.verify_layer(layer, bytes).unwrap();
+            }
+            prop_assert_eq!(object, make(layers, tokens, encoding, &owner).3);
+        }
+
+        #[test]
+        fn a_flipped_bit_is_seen(place in any::<prop::sample::Index>(), bit in 0u32..8, in_header in any::<bool>()) {
+            let (key, layout, _, mut object) = make(3, 5, Encoding::Bf16, "default");
+            let range = if in_header { 2000 } else { object.len() };
+            object[place.index(range)] ^= 1 << bit;
+            let refused = Header::parse(&object).and_then(|header| {
+                header.check_id(key.id())?;
+                (0..layout.layers).try_for_each(|layer| header.verify_layer(layer, &object[header.layer_range(layer)]))
+            });
+            prop_assert!(refused.is_err());
+        }
+
+        #[test]
+        fn a_truncated_header_says_what_it_needs(length in 0usize..(32 << 10)) {
+            let (.., object) = make(3, 5, Encoding::Bf16, "default");
+            let refused = Header::parse(&object[..length]).unwrap_err();
+            prop_assert_eq!(refused, Error::Truncated { got: length, need: 32 << 10 });
+        }
+
+        #[test]
+        fn arbitrary_bytes_are_refused(mut bytes in prop::collection::vec(any::<u8>(), 0..200), framed in any::<bool>()) {
+            if framed {
+                let mut file = ((32u64 << 10) - 8).to_le_bytes().to_vec();
+                file.append(&mut bytes);
+                file.resize(32 << 10, b' ');
+                bytes = file;
+            }
+            prop_assert!(Header::parse(&bytes).is_err());
+        }
+    }
+
+    #[test]
+    fn the_safetensors_library_opens_an_object() {
+        for layers in [1, 3, 64, 65] {
+            let (.., data, object) = make(layers, 5, Encoding::Bf16, "söme \"owner\"");
+            let file = safetensors::SafeTensors::deserialize(&object).unwrap();
+            let (_, metadata) = safetensors::SafeTensors::read_metadata(&object).unwrap();
+            let metadata = metadata.metadata().as_ref().unwrap();
+            assert_eq!(metadata["owner"], "söme \"owner\"");
+            for (layer, bytes) in data.iter().enumerate() {
+                let keys = file.tensor(&format!("layers.{layer:03}.k")).unwrap();
+                let values = file.tensor(&format!("layers.{layer:03}.v")).unwrap();
+                assert_eq!(keys.shape(), [5, 2, 3]);
+                assert_eq!(keys.dtype(), safetensors::Dtype::BF16);
+                assert_eq!([keys.data(), values.data()].concat(), *bytes);
+            }
+        }
+    }
+
+    /// An object whose header says something else than its writer wrote.
+    fn with_header(change: impl Fn(String) -> String) -> Result<Header, Error> {
+        let (.., object) = make(2, 5, Encoding::Bf16, "default");
+        let json = change(std::str::from_utf8(&object[8..32 << 10]).unwrap().trim_end().to_owned());
+        let mut bytes = ((32u64 << 10) - 8).to_le_bytes().to_vec();
+        bytes.extend_from_slice(json.as_bytes());
+        bytes.resize(32 << 10, b' ');
+        Header::parse(&bytes)
+    }
+
+    #[test]
+    fn a_header_that_lies_is_refused() {
+        assert!(with_header(|json| json).is_ok());
+        let lies = [
+            ("\"data_offsets\":[0,60]", "\"data_offsets\":[0,61]"),
+            ("\"data_offsets\":[60,120]", "\"data_offsets\":[0,60]"),
+            ("layers.001.v", "layers.001.w"),
+            ("\"dtype\":\"BF16\"", "\"dtype\":\"F16\""),
+            ("\"shape\":[5,2,3]", "\"shape\":[5,3,2]"),
+            ("\"tokens\":\"5\"", "\"tokens\":\"6\""),
+            ("\"tokens\":\"5\"", "\"tokens\":\"4294967295\""),
+            ("\"tokens\":\"5\"", "\"tokens\":\"05\""),
+            ("\"tokens\":\"5\"", "\"tokens\":5"),
+            ("\"layers\":\"2\"", "\"layers\":\"4000000000\""),
+            ("\"layers\":\"2\"", "\"layers\":\"1\""),
+            ("bf16-clean-1", "int4-clean-1"),
+            ("bf16-clean-1", "f32-clean-1"),
+            ("bf16-clean-1", "bf16-clean-2"),
+            ("\"format_version\":\"1\"", "\"format_version\":\"2\""),
+            ("\"owner\":\"default\"", "\"owner\":\"someone\""),
+            ("\"compute_dtype\":\"f32\"", "\"compute_dtype\":\"f64\""),
+            ("{\"__metadata__\"", "{\"extra\":1,\"__metadata__\""),
+            ("{\"__metadata__\"", " {\"__metadata__\""),
+        ];
+        for (from, to) in lies {
+            let refused = with_header(|json| {
+                assert!(json.contains(from), "{from}");
+                json.replacen(from, to, 1)
+            });
+            assert!(refused.is_err(), "{from} → {to}");
+        }
+    }
+
+    #[test]
+    fn a_header_of_100_mb_is_not_even_asked_for() {
+        for length in [0, 1, 100_000_000, (32 << 10) - 7, u64::MAX, u64::MAX - 7] {
+            let refused = Header::parse(&[length.to_le_bytes().as_slice(), b"{}"].concat()).unwrap_err();
+            assert!(matches!(refused, Error::Foreign { .. }), "{length}: {refused}");
+        }
+        let deep = format!("{{\"__metadata__\":{}", "[".repeat(30_000));
+        assert!(with_header(|_| deep.clone()).is_err());
+    }
+
+    #[test]
+    fn the_writer_refuses_what_does_not_fit() {
+        let (key, layout, data, _) = make(2, 5, Encoding::Bf16, "default");
+        let variant = Variant::clean(Encoding::Bf16);
+        let refused = |layout: KvLayout, variant, tokens, layers: &[Vec<u8>]| {
+            write(&key, &layout, variant, tokens, "f32", layers).unwrap_err()
+        };
+        refused(layout, variant, 4, &data);
+        refused(layout, variant, 5, &data[..1]);
+        refused(layout, variant, 0, &[vec![], vec![]]);
+        refused(layout, Variant::clean(Encoding::F32), 5, &data);
+        refused(KvLayout { layers: 0, ..layout }, variant, 5, &[]);
+        let nobody = ChunkKey { owner: String::new(), ..key.clone() };
+        assert!(write(&nobody, &layout, variant, 5, "f32", &data).is_err());
+    }
 }
