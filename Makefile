@@ -1,0 +1,54 @@
+# The two commands of a newcomer are `make demo` and `make test`. `make check` is all of CI.
+# Every target does the set-up it needs, and a second run skips what is done. One cargo profile (release) serves all.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+export KVSPLICE_HOME ?= $(HOME)/.cache/kvsplice
+CARGO_DENY_VERSION := 0.20.2
+
+.PHONY: demo test check build models setup libtorch python fmt clippy features doc deny clean-demo
+
+demo: models
+	@deploy/demo.sh
+
+test: setup
+	cargo test --release --workspace
+
+check: fmt clippy features doc test deny
+
+build: libtorch
+	cargo build --release -p kvsplice
+
+# Fetches the demo models by pinned digest; those that are there are only checked.
+models: build
+	target/release/kvsplice models pull all
+
+setup: models python
+
+libtorch:
+	@deploy/libtorch.sh
+
+# Python packages for the test that opens a chunk object from Python. Nothing else needs them.
+python:
+	@deploy/python.sh
+
+fmt:
+	cargo fmt --all -- --check
+
+clippy: libtorch
+	cargo clippy --release --workspace --all-targets -- -D warnings
+
+# Builds without libtorch: a client or a cache service alone.
+features:
+	cargo clippy --release -p kvsplice --no-default-features --features client -- -D warnings
+	cargo clippy --release -p kvsplice --no-default-features --features cache -- -D warnings
+
+doc: libtorch
+	RUSTDOCFLAGS="-D warnings" cargo doc --release --workspace --no-deps
+
+deny:
+	@deploy/cargo-deny.sh $(CARGO_DENY_VERSION)
+	"$$KVSPLICE_HOME/tools/bin/cargo-deny" --log-level error check licenses bans sources
+
+# Forgets the demo's object store and logs; the models stay.
+clean-demo:
+	rm -rf "$$KVSPLICE_HOME/demo"
