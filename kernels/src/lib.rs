@@ -1,1 +1,27 @@
-//! kvsplice-kernels
+//! Tensor operations that the library lacks: ragged causal attention over scattered rows, and rotation of keys.
+//!
+//! Safe functions: shapes and types are checked first, and every failure of the library is an [`Error`]. This crate
+//! knows nothing of models, chunks or requests.
+
+pub mod attention;
+pub mod rope;
+
+/// Why an operation was refused or failed.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// An argument does not fit.
+    #[error("{op}: {what}")]
+    Argument {
+        /// The operation.
+        op: &'static str,
+        /// What does not fit, with the values.
+        what: String,
+    },
+    /// The tensor library failed.
+    #[error("tensor library: {0}")]
+    Library(#[from] tch::TchError),
+}
+
+fn argument(op: &'static str, what: impl Into<String>) -> Error {
+    Error::Argument { op, what: what.into() }
+}
