@@ -1,1 +1,117 @@
-//! kvsplice-tests
+//! Starts real `kvsplice` processes for the tests of the whole system.
+//!
+//! It knows the program only from outside: its command line, the addresses that it prints, and gRPC. Invariants: nothing
+//! uses a fixed port, everything written lies in the test's own folder, and no process outlives its value.
+#![forbid(unsafe_code)]
+
+mod process;
+mod wait;
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use anyhow::{Context, Result, ensure};
+use tempfile::TempDir;
+
+pub use process::Process;
+pub use wait::{wait_serving, wait_until};
+
+/// The built program. Fails when it has not been built: `make test` does that first.
+pub fn program() -> Result<PathBuf> {
+    // The test binary lies in target/release/deps.
+    let test = std::env::current_exe().context("find the test binary")?;
+    let release = test.parent().and_then(Path::parent).context("the test binary lies in target/release/deps")?;
+    let program = release.join("kvsplice");
+    ensure!(program.is_file(), "{} is missing; build it with: make build", program.display());
+    Ok(program)
+}
+
+/// The top folder of the project.
+pub fn project() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new(".")).to_owned()
+}
+
+/// Where models and tools lie: `$KVSPLICE_HOME`, else `~/.cache/kvsplice`.
+pub fn home() -> Result<PathBuf> {
+    if let Some(home) = std::env::var_os("KVSPLICE_HOME").filter(|home| !home.is_empty()) {
+        return Ok(home.into());
+    }
+    Ok(std::env::home_dir().context("no home folder: set KVSPLICE_HOME")?.join(".cache/kvsplice"))
+}
+
+/// Runs `kvsplice` with these arguments to its end.
+pub fn run<S: AsRef<std::ffi::OsStr>>(arguments: &[S]) -> Result<Output> {
+    let output = Command::new(program()?).args(arguments).stdin(Stdio::null()).output();
+    output.context("run kvsplice")
+}
+
+/// Runs `kvsplice`, which must succeed, and returns its standard output.
+pub fn run_ok<S: AsRef<std::ffi::OsStr>>(arguments: &[S]) -> Result<String> {
+    let output = run(arguments)?;
+    let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    ensure!(output.status.success(), "kvsplice ended with {}:\n{stdout}\n{stderr}", output.status);
+    Ok(stdout.into_owned())
+}
+
+/// Runs Python with the packages of `make python`; `code` sees `arguments` as `sys.argv[1:]`. Returns what it printed.
+pub fn python<S: AsRef<std::ffi::OsStr>>(code: &str, arguments: &[S]) -> Result<String> {
+    let packages = home()?.join("tools/python");
+    ensure!(packages.is_dir(), "{} is missing; fetch it with: make python", packages.display());
+    let mut command = Command::new("python3");
+    command.arg("-c").arg(code).args(arguments).env("PYTHONPATH", packages).stdin(Stdio::null());
+    let output = command.output().context("run python3")?;
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "python3 ended with {}:\n{stderr}", output.status);
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// Cache service, worker and head as three processes on loopback, with a folder as the object store.
+#[derive(Debug)]
+pub struct Cluster {
+    // Fields drop in this order: callers before those they call, the folder last.
+    /// The head.
+    pub head: Process,
+    /// The worker.
+    pub worker: Process,
+    /// The cache service.
+    pub cache: Process,
+    folder: TempDir,
+}
+
+impl Cluster {
+    /// Starts the three and waits until they serve. `settings` go to each of them, such as
+    /// `["--shape", "tiny", "--random-weights"]`.
+    pub fn start(settings: &[&str]) -> Result<Self> {
+        let folder = tempfile::tempdir().context("make a folder")?;
+        let store = format!("file://{}", folder.path().join("store").display());
+        std::fs::create_dir(folder.path().join("store")).context("make the store's folder")?;
+
+        let cache = Process::start("cache", &[&["--object-store", &store], settings].concat(), folder.path())?;
+        let to_cache = format!("cache={}", cache.address());
+        let worker = format!("worker.{to_cache}");
+        let worker = Process::start("worker", &[&["--set", &worker], settings].concat(), folder.path())?;
+        let head_cache = format!("head.{to_cache}");
+        let head_worker = format!("head.worker={}", worker.address());
+        let settings = [&["--set", &head_cache, "--set", &head_worker], settings].concat();
+        let head = Process::start("head", &settings, folder.path())?;
+        for process in [&cache, &worker, &head] {
+            wait_serving(process)?;
+        }
+        Ok(Self { head, worker, cache, folder })
+    }
+
+    /// The head's address, for `--server`.
+    pub fn server(&self) -> &str {
+        self.head.address()
+    }
+
+    /// The folder that is the object store.
+    pub fn store(&self) -> PathBuf {
+        self.folder.path().join("store")
+    }
+
+    /// A folder for what a test writes; it goes with the cluster.
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+}
