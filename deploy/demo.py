@@ -90,10 +90,17 @@ def table(answers):
     print("Tokens are prompt tokens. One round on this machine; for measurements use: kvsplice bench ttft")
 
 
-if __name__ == "__main__":
+def main():
     if len(sys.argv) == 6 and sys.argv[1] == "ask":
         ask_all(*sys.argv[2:])
     elif len(sys.argv) == 3 and sys.argv[1] == "table":
         table(sys.argv[2])
     else:
         sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
