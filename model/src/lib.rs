@@ -1,1 +1,146 @@
-//! kvsplice-model
+//! Decoder models of the Llama and Qwen2 families: weights, tokenizer, chat template, forward pass, sampling.
+//!
+//! Order of use: [`Spec`] names a model, [`Model::load`] reads it, [`decoder::Decoder`] computes ragged batches of rows
+//! over [`cache::KvCache`]s, one layer at a time. Every call of the tensor library of a process runs on its one
+//! [`Compute`] thread. This crate knows nothing of the network or of requests.
+#![forbid(unsafe_code)]
+
+pub mod auxiliary;
+pub mod cache;
+pub mod compute;
+pub mod config;
+pub mod decoder;
+mod digest;
+pub mod encode;
+mod gguf;
+mod hub;
+pub mod measure;
+mod random;
+pub mod sampling;
+pub mod spec;
+pub mod template;
+pub mod tokenizer;
+mod weights;
+
+use std::ops::Deref;
+use std::sync::{Arc, Mutex};
+
+use kvsplice_kv::ModelDigest;
+
+pub use compute::Compute;
+pub use config::Config;
+pub use decoder::Decoder;
+pub use spec::{Dtype, Spec, home};
+pub use template::ChatTemplate;
+pub use tokenizer::Tokenizer;
+
+/// Why a model cannot be read or run.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// No such model.
+    #[error("model {name:?} not found at {path}; pull it with `kvsplice models pull {name}` or name a .gguf file or a Hugging Face folder")]
+    NotFound {
+        /// As configured.
+        name: String,
+        /// Where it was looked for.
+        path: String,
+    },
+    /// A file cannot be read.
+    #[error("read {path}: {source}")]
+    Read {
+        /// The file.
+        path: String,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+    /// A model file is not what it should be.
+    #[error("model file {path}: {what}")]
+    Format {
+        /// The file.
+        path: String,
+        /// What is wrong with it.
+        what: String,
+    },
+    /// The model is of a kind that is not implemented.
+    #[error("model {path} is not supported: {what}")]
+    Unsupported {
+        /// The file.
+        path: String,
+        /// Which property, and what is supported.
+        what: String,
+    },
+    /// An option of a [`Spec`] has no such value.
+    #[error("{0}")]
+    Option(String),
+    /// Text cannot be tokenized or decoded.
+    #[error("tokenizer: {0}")]
+    Tokenizer(String),
+    /// The chat template cannot be rendered or split.
+    #[error("chat template: {0}")]
+    Template(String),
+    /// An argument does not fit the model.
+    #[error("{0}")]
+    Argument(String),
+    /// The model computed something that is not a number.
+    #[error("model computed non-finite {0}")]
+    NonFinite(&'static str),
+    /// A job on the compute thread panicked, or the thread is gone.
+    #[error("compute thread: {0}")]
+    Compute(String),
+    /// A tensor operation failed.
+    #[error(transparent)]
+    Kernel(#[from] kvsplice_kernels::Error),
+    /// The tensor library failed.
+    #[error("tensor library: {0}")]
+    Library(#[from] tch::TchError),
+}
+
+/// What is known of a model without its weights in memory: enough to tokenize and to name its KV.
+#[derive(Clone, Debug)]
+pub struct Description {
+    /// Name as configured.
+    pub name: String,
+    /// BLAKE3 over weights, tokenizer and configuration.
+    pub digest: ModelDigest,
+    /// Shape.
+    pub config: Config,
+    /// Text ⇄ token ids.
+    pub tokenizer: Arc<Tokenizer>,
+    /// Messages → text.
+    pub template: Arc<ChatTemplate>,
+}
+
+impl Description {
+    /// Reads tokenizer, template and configuration, and digests the files (remembered from run to run).
+    pub fn read(spec: &Spec) -> Result<Self, Error> {
+        let source = spec.open()?;
+        Ok(source.description)
+    }
+}
+
+/// A model with its weights. Clones share everything.
+#[derive(Clone, Debug)]
+pub struct Model {
+    /// All but the weights.
+    pub description: Description,
+    /// The weights; locked by jobs on the compute thread only.
+    pub decoder: Arc<Mutex<Decoder>>,
+}
+
+impl Model {
+    /// Reads a model. Takes seconds: call it on the compute thread.
+    pub fn load(spec: &Spec) -> Result<Self, Error> {
+        let source = spec.open()?;
+        let decoder = Decoder::load(&source.description.config, source.weights, spec.dtype())?;
+        Ok(Self { description: source.description, decoder: Arc::new(Mutex::new(decoder)) })
+    }
+}
+
+impl Deref for Model {
+    type Target = Description;
+
+    fn deref(&self) -> &Description {
+        &self.description
+    }
+}

@@ -1,0 +1,131 @@
+//! The KV of one sequence in the decoder's memory, by slot.
+//!
+//! Blocks of 64 tokens, one after another: the block table is the identity, so a layer's keys are one contiguous
+//! tensor. Keys are rotated to their positions.
+
+use kvsplice_kernels::rope::Rotation;
+use kvsplice_kv::Encoding;
+use tch::{Device, Kind, Tensor};
+
+use crate::{Config, Error};
+
+/// Tokens a block.
+pub const BLOCK: u32 = 64;
+
+/// Rotated keys and values of every layer.
+#[derive(Debug)]
+pub struct KvCache {
+    /// One `[capacity, kv_heads, head_dim]` a layer.
+    keys: Vec<Tensor>,
+    /// As `keys`.
+    values: Vec<Tensor>,
+    capacity: u32,
+    kind: Kind,
+}
+
+impl KvCache {
+    /// Room for at least `tokens` slots, zeroed.
+    pub fn new(config: &Config, tokens: u32, kind: Kind) -> Result<Self, Error> {
+        let capacity = tokens.div_ceil(BLOCK) * BLOCK;
+        let shape = [i64::from(capacity), i64::from(config.kv_heads), i64::from(config.head_dim)];
+        let zeros = || -> Result<Vec<Tensor>, Error> {
+            (0..config.layers).map(|_| Ok(Tensor::f_zeros(shape, (kind, Device::Cpu))?)).collect()
+        };
+        Ok(Self { keys: zeros()?, values: zeros()?, capacity, kind })
+    }
+
+    /// Slots.
+    pub fn capacity(&self) -> u32 {
+        self.capacity
+    }
+
+    /// Keys and values of a layer, each `[capacity, kv_heads, head_dim]`.
+    pub fn layer(&self, layer: u32) -> (&Tensor, &Tensor) {
+        (&self.keys[layer as usize], &self.values[layer as usize])
+    }
+
+    /// Writes computed rows: `keys` (rotated) and `values`, `[slots, kv_heads, head_dim]`.
+    pub fn write(&mut self, layer: u32, slots: &[u32], keys: &Tensor, values: &Tensor) -> Result<(), Error> {
+        let (Some(&first), Some(&last)) = (slots.first(), slots.last()) else { return Ok(()) };
+        if last >= self.capacity {
+            return Err(Error::Argument(format!("slot {last} is beyond the cache's {}", self.capacity)));
+        }
+        let contiguous = (last - first) as usize + 1 == slots.len();
+        let index = if contiguous {
+            None
+        } else {
+            Some(Tensor::f_from_slice(&slots.iter().map(|&slot| i64::from(slot)).collect::<Vec<_>>())?)
+        };
+        for (cache, rows) in [(&mut self.keys[layer as usize], keys), (&mut self.values[layer as usize], values)] {
+            match &index {
+                None => cache.f_narrow(0, i64::from(first), slots.len() as i64)?.f_copy_(rows)?,
+                Some(index) => drop(cache.f_index_copy_(0, index, rows)?),
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes stored rows from slot `first` on: keys before rotation (rotated here, in f32, with one rounding) and
+    /// values, each raw bytes `[tokens, kv_heads, head_dim]` of `encoding`.
+    pub fn place(&mut self, layer: u32, first: u32, stored: &StoredLayer, rotation: &Rotation) -> Result<(), Error> {
+        let shape = &self.keys[layer as usize].size()[1..];
+        let (keys, values) = stored.tensors(shape[0], shape[1])?;
+        let tokens = keys.size()[0];
+        if i64::from(first) + tokens > i64::from(self.capacity) {
+            return Err(Error::Argument(format!("slots {first}..+{tokens} are beyond the cache's {}", self.capacity)));
+        }
+        let rotated = rotation.apply(&keys)?.f_to_kind(self.kind)?;
+        self.keys[layer as usize].f_narrow(0, i64::from(first), tokens)?.f_copy_(&rotated)?;
+        self.values[layer as usize].f_narrow(0, i64::from(first), tokens)?.f_copy_(&values)?;
+        Ok(())
+    }
+
+    /// Copies slots `0..tokens` of every layer from another cache.
+    pub fn copy_start(&mut self, from: &Self, tokens: u32) -> Result<(), Error> {
+        let tokens = i64::from(tokens);
+        for (to, from) in self.keys.iter().zip(&from.keys).chain(self.values.iter().zip(&from.values)) {
+            to.f_narrow(0, 0, tokens)?.f_copy_(&from.f_narrow(0, 0, tokens)?)?;
+        }
+        Ok(())
+    }
+}
+
+/// One layer of a chunk as it is stored: K bytes, then V bytes.
+#[derive(Clone, Debug)]
+pub struct StoredLayer {
+    /// How numbers are stored.
+    pub encoding: Encoding,
+    /// K `[tokens, kv_heads, head_dim]` before rotation.
+    pub keys: bytes::Bytes,
+    /// V `[tokens, kv_heads, head_dim]`.
+    pub values: bytes::Bytes,
+}
+
+impl StoredLayer {
+    /// From one buffer that holds K, then V.
+    pub fn split(encoding: Encoding, layer: &bytes::Bytes) -> Self {
+        let half = layer.len() / 2;
+        Self { encoding, keys: layer.slice(..half), values: layer.slice(half..) }
+    }
+
+    /// Keys in f32 (to be rotated) and values as stored, each `[tokens, kv_heads, head_dim]`.
+    pub(crate) fn tensors(&self, kv_heads: i64, head_dim: i64) -> Result<(Tensor, Tensor), Error> {
+        let kind = kind_of(self.encoding);
+        let row = kv_heads as usize * head_dim as usize * self.encoding.bytes();
+        if self.keys.len() != self.values.len() || self.keys.len() % row != 0 {
+            let (keys, values) = (self.keys.len(), self.values.len());
+            return Err(Error::Argument(format!("stored layer of {keys} and {values} bytes does not fit rows of {row}")));
+        }
+        let shape = [(self.keys.len() / row) as i64, kv_heads, head_dim];
+        let keys = Tensor::f_from_data_size(&self.keys, &shape, kind)?.f_to_kind(Kind::Float)?;
+        Ok((keys, Tensor::f_from_data_size(&self.values, &shape, kind)?))
+    }
+}
+
+/// The library's type for an encoding.
+pub(crate) fn kind_of(encoding: Encoding) -> Kind {
+    match encoding {
+        Encoding::F32 => Kind::Float,
+        Encoding::Bf16 => Kind::BFloat16,
+    }
+}

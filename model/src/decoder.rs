@@ -1,0 +1,299 @@
+//! The decoder's forward pass, one layer at a time, over ragged batches of rows.
+//!
+//! The same code serves full and sparse prefill, decode, encoding and the auxiliary model: a batch is a list of
+//! segments, each a run of rows of one sequence with its slots. It does not know why a row is computed.
+
+use kvsplice_kernels::attention::ragged_causal;
+use kvsplice_kernels::rope::{RopeTable, Rotation};
+use tch::{Kind, Tensor};
+
+use crate::cache::KvCache;
+use crate::weights::{LayerWeights, Weights};
+use crate::{Config, Dtype, Error};
+
+/// Rows of one forward call at most: matrices of this height run at full speed, and its buffers stay small.
+pub const SLICE_ROWS: usize = 512;
+
+#[derive(Debug)]
+struct Layer {
+    attention_norm: Tensor,
+    /// `[(heads + 2 · kv_heads) · head_dim, hidden]`
+    qkv: Tensor,
+    qkv_bias: Option<Tensor>,
+    qk_norm: Option<[Tensor; 2]>,
+    output: Tensor,
+    mlp_norm: Tensor,
+    /// `[2 · intermediate, hidden]`
+    gate_up: Tensor,
+    down: Tensor,
+}
+
+/// The weights of a model in memory.
+#[derive(Debug)]
+pub struct Decoder {
+    config: Config,
+    dtype: Dtype,
+    embedding: Tensor,
+    layers: Vec<Layer>,
+    norm: Tensor,
+    head: Tensor,
+    rope: RopeTable,
+}
+
+/// Queries, keys and values of a batch, each `[rows, heads or kv_heads, head_dim]`, before rotation.
+#[derive(Debug)]
+pub struct Qkv {
+    /// `[rows, heads, head_dim]`
+    pub query: Tensor,
+    /// `[rows, kv_heads, head_dim]`
+    pub key: Tensor,
+    /// `[rows, kv_heads, head_dim]`
+    pub value: Tensor,
+}
+
+/// Rows of one sequence in a batch.
+#[derive(Debug)]
+pub struct Segment<'a> {
+    /// The sequence's KV; the rows' own is written into it.
+    pub cache: &'a mut KvCache,
+    /// The rows' slots, strictly ascending.
+    pub slots: &'a [u32],
+}
+
+/// Which rows of a batch go on after their keys and values are written.
+#[derive(Clone, Copy, Debug)]
+pub enum Keep<'a> {
+    /// Every row.
+    All,
+    /// These rows of the batch, ascending.
+    Rows(&'a [usize]),
+}
+
+impl Decoder {
+    pub(crate) fn load(config: &Config, mut weights: Box<dyn Weights>, dtype: Dtype) -> Result<Self, Error> {
+        let kind = dtype.kind();
+        let check = |what: &str, tensor: &Tensor, shape: &[u32]| {
+            let expected: Vec<i64> = shape.iter().map(|&size| i64::from(size)).collect();
+            if tensor.size() == expected {
+                Ok(())
+            } else {
+                let found = tensor.size();
+                Err(Error::Argument(format!("{what} has shape {found:?}, the configuration needs {expected:?}")))
+            }
+        };
+        let outer = weights.outer(config)?;
+        check("embedding", &outer.embedding, &[config.vocabulary, config.hidden])?;
+        check("last norm", &outer.norm, &[config.hidden])?;
+        let embedding = outer.embedding.f_to_kind(kind)?;
+        let head = match &outer.head {
+            None => embedding.shallow_clone(),
+            Some(head) => {
+                check("output matrix", head, &[config.vocabulary, config.hidden])?;
+                head.f_to_kind(kind)?
+            }
+        };
+        let mut layers = Vec::new();
+        for index in 0..config.layers {
+            let layer = weights.layer(config, index)?;
+            let (queries, keys) = (config.heads * config.head_dim, config.kv_heads * config.head_dim);
+            check("query", &layer.query, &[queries, config.hidden])?;
+            check("key", &layer.key, &[keys, config.hidden])?;
+            check("value", &layer.value, &[keys, config.hidden])?;
+            check("attention output", &layer.output, &[config.hidden, queries])?;
+            check("gate", &layer.gate, &[config.intermediate, config.hidden])?;
+            check("up", &layer.up, &[config.intermediate, config.hidden])?;
+            check("down", &layer.down, &[config.hidden, config.intermediate])?;
+            layers.push(Layer::new(layer, kind)?);
+        }
+        Ok(Self {
+            rope: RopeTable::new(&config.inverse_frequencies(), config.context)?,
+            config: config.clone(),
+            dtype,
+            embedding,
+            layers,
+            norm: outer.norm.f_to_kind(kind)?,
+            head,
+        })
+    }
+
+    /// The model's shape.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// What it computes in.
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    /// Bytes of weights that one decoded token reads.
+    pub fn weight_bytes(&self) -> u64 {
+        let weights = self.config.layer_weights() * u64::from(self.config.layers);
+        (weights + u64::from(self.config.vocabulary) * u64::from(self.config.hidden)) * self.dtype.bytes() as u64
+    }
+
+    /// Rotation to these positions.
+    pub fn rotation(&self, positions: &[u32]) -> Result<Rotation, Error> {
+        Ok(self.rope.at(positions)?)
+    }
+
+    /// A cache for a sequence of this model.
+    pub fn cache(&self, tokens: u32) -> Result<KvCache, Error> {
+        if tokens > self.config.context {
+            return Err(Error::Argument(format!("{tokens} tokens are more than the model's {}", self.config.context)));
+        }
+        KvCache::new(&self.config, tokens, self.dtype.kind())
+    }
+
+    /// Token ids → `[rows, hidden]`. Fails on an id outside the vocabulary.
+    pub fn embed(&self, ids: &[u32]) -> Result<Tensor, Error> {
+        if let Some(id) = ids.iter().find(|&&id| id >= self.config.vocabulary) {
+            return Err(Error::Argument(format!("token id {id} is not below {}", self.config.vocabulary)));
+        }
+        let index: Vec<i64> = ids.iter().map(|&id| i64::from(id)).collect();
+        Ok(self.embedding.f_index_select(0, &Tensor::f_from_slice(&index)?)?)
+    }
+
+    /// One layer over a batch of at most [`SLICE_ROWS`] rows (more work, but slower and with larger buffers).
+    ///
+    /// - `hidden`: `[rows, hidden]`, the rows of all segments one after another.
+    /// - `rotation`: of the rows' positions.
+    /// - `capture`: receives keys before rotation and values of all rows, `[rows, kv_heads, head_dim]`.
+    ///
+    /// Every row's K and V is written to its cache first, then the kept rows attend to slots up to their own.
+    /// Returns `[kept, hidden]`.
+    pub fn layer(
+        &self,
+        layer: u32,
+        hidden: &Tensor,
+        rotation: &Rotation,
+        segments: &mut [Segment<'_>],
+        keep: Keep<'_>,
+        capture: Option<&mut Vec<(Tensor, Tensor)>>,
+    ) -> Result<Tensor, Error> {
+        let qkv = self.qkv(layer, hidden)?;
+        let keys = rotation.apply(&qkv.key)?;
+        if let Some(capture) = capture {
+            capture.push((qkv.key, qkv.value.shallow_clone()));
+        }
+        let mut first = 0;
+        for segment in segments.iter_mut() {
+            let rows = segment.slots.len() as i64;
+            let (keys, values) = (keys.f_narrow(0, first, rows)?, qkv.value.f_narrow(0, first, rows)?);
+            segment.cache.write(layer, segment.slots, &keys, &values)?;
+            first += rows;
+        }
+        let query = rotation.apply(&qkv.query)?;
+        match keep {
+            Keep::All => {
+                let attention = self.attend(layer, &query, segments.iter().map(|segment| (&*segment.cache, segment.slots)))?;
+                self.finish(layer, hidden, &attention)
+            }
+            Keep::Rows([]) => Ok(hidden.f_narrow(0, 0, 0)?),
+            Keep::Rows(kept) => {
+                let index: Vec<i64> = kept.iter().map(|&row| row as i64).collect();
+                let index = Tensor::f_from_slice(&index)?;
+                let mut slots: Vec<Vec<u32>> = Vec::with_capacity(segments.len());
+                let mut first = 0;
+                for segment in segments.iter() {
+                    let end = first + segment.slots.len();
+                    let mine = kept.iter().filter(|&&row| (first..end).contains(&row));
+                    slots.push(mine.map(|&row| segment.slots[row - first]).collect());
+                    first = end;
+                }
+                let query = query.f_index_select(0, &index)?;
+                let kept_segments = segments.iter().zip(&slots).map(|(segment, slots)| (&*segment.cache, slots.as_slice()));
+                let attention = self.attend(layer, &query, kept_segments)?;
+                self.finish(layer, &hidden.f_index_select(0, &index)?, &attention)
+            }
+        }
+    }
+
+    fn attend<'a>(
+        &self,
+        layer: u32,
+        query: &Tensor,
+        segments: impl Iterator<Item = (&'a KvCache, &'a [u32])>,
+    ) -> Result<Tensor, Error> {
+        let mut outputs = Vec::new();
+        let mut first = 0;
+        for (cache, slots) in segments {
+            let rows = slots.len() as i64;
+            if rows == 0 {
+                continue;
+            }
+            let (keys, values) = cache.layer(layer);
+            outputs.push(ragged_causal(&query.f_narrow(0, first, rows)?, keys, values, slots)?);
+            first += rows;
+        }
+        match outputs.len() {
+            1 => Ok(outputs.remove(0)),
+            _ => Ok(Tensor::f_cat(&outputs, 0)?),
+        }
+    }
+
+    /// Norm, projection, bias and head norms: the first half of a layer up to rotation.
+    pub fn qkv(&self, layer: u32, hidden: &Tensor) -> Result<Qkv, Error> {
+        let weights = &self.layers[layer as usize];
+        let rows = hidden.size()[0];
+        let dim = i64::from(self.config.head_dim);
+        let (heads, kv_heads) = (i64::from(self.config.heads), i64::from(self.config.kv_heads));
+        let normed = self.rms_norm(hidden, &weights.attention_norm)?;
+        let all = normed.f_linear(&weights.qkv, weights.qkv_bias.as_ref())?.f_view([rows, heads + 2 * kv_heads, dim])?;
+        let mut query = all.f_narrow(1, 0, heads)?;
+        let mut key = all.f_narrow(1, heads, kv_heads)?;
+        if let Some([query_norm, key_norm]) = &weights.qk_norm {
+            query = self.rms_norm(&query, query_norm)?;
+            key = self.rms_norm(&key, key_norm)?;
+        }
+        Ok(Qkv { query, key, value: all.f_narrow(1, heads + kv_heads, kv_heads)? })
+    }
+
+    /// Output projection, residuals and MLP: the second half of a layer. `attention`: `[rows, heads, head_dim]`.
+    pub fn finish(&self, layer: u32, hidden: &Tensor, attention: &Tensor) -> Result<Tensor, Error> {
+        let weights = &self.layers[layer as usize];
+        let rows = hidden.size()[0];
+        let intermediate = i64::from(self.config.intermediate);
+        let none: Option<Tensor> = None;
+        let mut hidden = attention.f_reshape([rows, -1])?.f_linear(&weights.output, none.as_ref())?.f_add_(hidden)?;
+        let normed = self.rms_norm(&hidden, &weights.mlp_norm)?;
+        let gate_up = normed.f_linear(&weights.gate_up, none.as_ref())?;
+        let mut gate = gate_up.f_narrow(1, 0, intermediate)?.f_silu_()?;
+        let up = gate_up.f_narrow(1, intermediate, intermediate)?;
+        let inner = gate.f_mul_(&up)?;
+        Ok(hidden.f_add_(&inner.f_linear(&weights.down, none.as_ref())?)?)
+    }
+
+    /// `[rows, hidden]` after the last layer → logits `[rows, vocabulary]`, f32.
+    pub fn logits(&self, hidden: &Tensor) -> Result<Tensor, Error> {
+        let none: Option<Tensor> = None;
+        let logits = self.rms_norm(hidden, &self.norm)?.f_linear(&self.head, none.as_ref())?;
+        Ok(logits.f_to_kind(Kind::Float)?)
+    }
+
+    fn rms_norm(&self, hidden: &Tensor, weight: &Tensor) -> Result<Tensor, Error> {
+        Ok(hidden.f_rms_norm(weight.size(), Some(weight), self.config.norm_eps)?)
+    }
+}
+
+impl Layer {
+    fn new(weights: LayerWeights, kind: Kind) -> Result<Self, Error> {
+        let convert = |tensor: &Tensor| tensor.f_to_kind(kind);
+        Ok(Self {
+            attention_norm: convert(&weights.attention_norm)?,
+            qkv: convert(&Tensor::f_cat(&[weights.query, weights.key, weights.value], 0)?)?,
+            qkv_bias: match &weights.qkv_bias {
+                Some(biases) => Some(convert(&Tensor::f_cat(biases, 0)?)?),
+                None => None,
+            },
+            qk_norm: match &weights.qk_norm {
+                Some([query, key]) => Some([convert(query)?, convert(key)?]),
+                None => None,
+            },
+            output: convert(&weights.output)?,
+            mlp_norm: convert(&weights.mlp_norm)?,
+            gate_up: convert(&Tensor::f_cat(&[weights.gate, weights.up], 0)?)?,
+            down: convert(&weights.down)?,
+        })
+    }
+}
