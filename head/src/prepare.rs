@@ -1,0 +1,215 @@
+//! Prompt plan → what the worker is told first: which parts it loads, which it computes, and why.
+//!
+//! Decides before layer 0 and nowhere else. With the cache service down every chunk is fresh; when every chunk is fresh
+//! the strategy is `full`, and the receipt says so.
+
+use std::time::Duration;
+
+use kvsplice_kv::{ChunkId, RowRanges, Sampling, Strategy, Variant};
+use kvsplice_proto::v1;
+use kvsplice_proto::v1::part::Kind;
+
+use crate::Error;
+use crate::auxiliary::Wanted;
+use crate::clock::Clock;
+use crate::encode::{self, Batch};
+use crate::head::Head;
+use crate::plan::{OnMiss, PromptPlan};
+
+/// The longest lease that the cache service gives.
+const MAX_LEASE: Duration = Duration::from_secs(600);
+
+/// A plan with every decision that does not need scores.
+#[derive(Clone, Debug)]
+pub(crate) struct Prepared {
+    pub(crate) plan: PromptPlan,
+    /// Why each chunk is fresh; none when its KV is loaded or repaired.
+    pub(crate) fresh: Vec<Option<String>>,
+    pub(crate) effective: Strategy,
+    /// Why `effective` is not what was asked; empty else.
+    pub(crate) effective_reason: String,
+    /// The prefix is computed, not loaded.
+    pub(crate) prefix_fresh: bool,
+    pub(crate) lease: String,
+    /// Whether the cache service answered.
+    pub(crate) cache_up: bool,
+}
+
+/// What the cache service has of a prompt.
+struct Residency {
+    prefix: bool,
+    chunks: Vec<bool>,
+    lease: String,
+}
+
+/// Looks up what is cached, stores what the request wants stored, and decides.
+pub(crate) async fn prepare(
+    head: &Head,
+    plan: PromptPlan,
+    deadline: Duration,
+    clock: &mut Clock,
+) -> Result<Prepared, Error> {
+    head.worker.check().await?;
+    let chunks = plan.chunks.len();
+    if plan.options.strategy == Strategy::Full {
+        return Ok(all_fresh(plan, "strategy full", true));
+    }
+    if let Some(reason) = plan.all_fresh.clone() {
+        return Ok(all_fresh(plan, &reason, true));
+    }
+    let mut residency = match look_up(head, &plan, deadline).await {
+        Ok(residency) => residency,
+        Err(error) => {
+            tracing::warn!(%error, "every chunk runs fresh");
+            return Ok(all_fresh(plan, &error.to_string(), false));
+        }
+    };
+    if plan.on_miss == OnMiss::Store && !residency.chunks.iter().all(|&found| found) {
+        let start = clock.ms();
+        store(head, &plan).await?;
+        residency = look_up(head, &plan, deadline).await?;
+        clock.record("store", start);
+    }
+    let mut fresh = vec![None; chunks];
+    if plan.on_miss == OnMiss::Fresh {
+        for (reason, _) in fresh.iter_mut().zip(&residency.chunks).filter(|(_, found)| !**found) {
+            *reason = Some("not cached; --store keeps it".to_owned());
+        }
+    }
+    if fresh.iter().all(Option::is_some) {
+        return Ok(all_fresh(plan, "not cached; --store keeps it", true));
+    }
+    let prefix_fresh = plan.primary.prefix.is_empty() || (plan.on_miss == OnMiss::Fresh && !residency.prefix);
+    let effective = plan.options.strategy;
+    Ok(Prepared {
+        plan,
+        fresh,
+        effective,
+        effective_reason: String::new(),
+        prefix_fresh,
+        lease: residency.lease,
+        cache_up: true,
+    })
+}
+
+fn all_fresh(plan: PromptPlan, reason: &str, cache_up: bool) -> Prepared {
+    let asked_for_full = plan.options.strategy == Strategy::Full;
+    Prepared {
+        fresh: vec![Some(reason.to_owned()); plan.chunks.len()],
+        effective: Strategy::Full,
+        effective_reason: if asked_for_full { String::new() } else { format!("every chunk is fresh: {reason}") },
+        prefix_fresh: true,
+        lease: String::new(),
+        cache_up,
+        plan,
+    }
+}
+
+async fn look_up(head: &Head, plan: &PromptPlan, deadline: Duration) -> Result<Residency, Error> {
+    let mut ids: Vec<ChunkId> = plan.chunks.iter().map(|chunk| chunk.id).collect();
+    ids.push(plan.prefix_id);
+    let contained = head
+        .cache
+        .contains(&ids, Variant::clean(plan.encoding), deadline.min(MAX_LEASE))
+        .await
+        .map_err(Error::cache("look up chunks"))?;
+    let mut found = contained.found;
+    let prefix = found.pop().unwrap_or(false);
+    if found.len() != plan.chunks.len() {
+        let detail = format!("{} answers for {} chunks", found.len(), plan.chunks.len());
+        return Err(Error::Task { task: "look up chunks", detail });
+    }
+    Ok(Residency { prefix, chunks: found, lease: contained.lease.unwrap_or_default() })
+}
+
+/// Encodes both models' KV of the plan's chunks, as far as it is not there.
+async fn store(head: &Head, plan: &PromptPlan) -> Result<(), Error> {
+    let behind = if plan.options.shared_prefix { plan.primary.prefix.clone() } else { Vec::new() };
+    let chunks = &plan.chunks;
+    let wanted = |id, ids: &[u32]| Wanted { id, ids: ids.to_vec() };
+    if !plan.primary.prefix.is_empty() {
+        encode::prefix(head, plan.prefix_id, &plan.primary.prefix, plan.encoding).await?;
+    }
+    encode::batch(
+        head,
+        Batch {
+            primary_prefix: behind,
+            primary: chunks.iter().map(|chunk| wanted(chunk.id, &chunk.primary.ids)).collect(),
+            auxiliary_prefix: plan.auxiliary.prefix.clone(),
+            auxiliary: chunks.iter().map(|chunk| wanted(chunk.auxiliary_id, &chunk.auxiliary.ids)).collect(),
+            encoding: plan.encoding,
+        },
+    )
+    .await?;
+    Ok(())
+}
+
+impl Prepared {
+    /// The slots of the fresh chunks.
+    pub(crate) fn fresh_slots(&self) -> RowRanges {
+        let fresh = self.fresh.iter().enumerate().filter(|(_, reason)| reason.is_some());
+        RowRanges::from_ranges(fresh.map(|(index, _)| self.plan.first_slot(index)..self.plan.first_slot(index + 1)))
+    }
+
+    /// The worker's first message.
+    pub(crate) fn start(
+        &self,
+        head: &Head,
+        sampling: &Sampling,
+        elapsed_ms: f64,
+        want_logits: bool,
+    ) -> v1::PrefillStart {
+        v1::PrefillStart {
+            model: head.primary.digest.to_string(),
+            owner: head.config.owner.clone(),
+            parts: self.parts(),
+            sampling: Some(sampling.clone().into()),
+            variant: Variant::clean(self.plan.encoding).to_string(),
+            lease: self.lease.clone(),
+            elapsed_ms,
+            want_logits,
+        }
+    }
+
+    fn parts(&self) -> Vec<v1::Part> {
+        let plan = &self.plan;
+        let prefix_tokens = plan.first_slot(0);
+        let mut parts = vec![v1::Part {
+            kind: Kind::Prefix.into(),
+            token_ids: plan.primary.prefix.clone(),
+            first_slot: 0,
+            chunk: if self.prefix_fresh { String::new() } else { plan.prefix_id.to_string() },
+            behind_prefix: false,
+            first_position: 0,
+            fresh_reason: String::new(),
+            exact: true,
+        }];
+        for (index, (chunk, fresh)) in plan.chunks.iter().zip(&self.fresh).enumerate() {
+            let first_slot = plan.first_slot(index);
+            let as_encoded = if plan.options.shared_prefix { prefix_tokens } else { 0 };
+            let stays = !plan.options.renumber && fresh.is_none();
+            parts.push(v1::Part {
+                kind: Kind::Chunk.into(),
+                token_ids: chunk.primary.ids.clone(),
+                first_slot,
+                chunk: if fresh.is_some() { String::new() } else { chunk.id.to_string() },
+                behind_prefix: plan.options.shared_prefix,
+                first_position: if stays { as_encoded } else { first_slot },
+                fresh_reason: fresh.clone().unwrap_or_default(),
+                exact: fresh.is_none() && plan.exact(index),
+            });
+        }
+        let question_slot = plan.first_slot(plan.chunks.len());
+        parts.push(v1::Part {
+            kind: Kind::Question.into(),
+            token_ids: plan.primary.question.clone(),
+            first_slot: question_slot,
+            chunk: String::new(),
+            behind_prefix: false,
+            first_position: question_slot,
+            fresh_reason: String::new(),
+            exact: false,
+        });
+        parts
+    }
+}

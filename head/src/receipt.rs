@@ -1,0 +1,65 @@
+//! The receipt of a request: the head's decisions and stages, merged with what the worker reports.
+
+use kvsplice_kv::receipt::{ChunkReceipt, Models, Span};
+use kvsplice_kv::{Receipt, Strategy};
+use kvsplice_proto::v1;
+
+use crate::Error;
+use crate::clock::Clock;
+use crate::head::Head;
+use crate::pick::Picked;
+use crate::prepare::Prepared;
+
+/// Merges both sides.
+pub(crate) fn receipt(
+    head: &Head,
+    prepared: &Prepared,
+    picked: &Picked,
+    clock: &Clock,
+    done: v1::PrefillDone,
+) -> Result<Receipt, Error> {
+    let plan = &prepared.plan;
+    if done.chunks.len() != plan.chunks.len() {
+        let detail = format!("reported on {} of {} chunks", done.chunks.len(), plan.chunks.len());
+        return Err(Error::Task { task: "prefill", detail });
+    }
+    let mut chunks = Vec::with_capacity(done.chunks.len());
+    for (index, mut chunk) in done.chunks.into_iter().enumerate() {
+        // A fresh chunk has no id on the wire; here it has the id that it would be stored under.
+        chunk.id = plan.chunks[index].id.to_string();
+        if let (Some(reason), true) = (&prepared.fresh[index], chunk.reason.is_empty()) {
+            chunk.reason.clone_from(reason);
+        }
+        chunks.push(ChunkReceipt::try_from(chunk)?);
+    }
+    let mut spans: Vec<Span> = clock.spans.iter().cloned().chain(done.spans.into_iter().map(Into::into)).collect();
+    spans.sort_by(|a, b| a.start_ms.total_cmp(&b.start_ms));
+    let scored = picked.origin.is_some();
+    Ok(Receipt {
+        request_id: kvsplice_proto::context::request_id().to_string(),
+        requested: plan.options,
+        effective: prepared.effective,
+        effective_reason: prepared.effective_reason.clone(),
+        ratio_nominal: match plan.options.strategy {
+            Strategy::Full => 1.0,
+            Strategy::Direct => 0.0,
+            Strategy::Clip => f64::from(plan.options.ratio),
+        },
+        ratio_charged: charged(prepared.effective, picked),
+        chunks,
+        auxiliary_source: picked.origin.map(|origin| origin.name().to_owned()).unwrap_or_default(),
+        tokens: done.tokens.unwrap_or_default().into(),
+        spans,
+        models: Models { primary: head.primary.digest, auxiliary: scored.then_some(head.auxiliary_text.digest) },
+        finish: done.finish,
+    })
+}
+
+/// The share of the selectable tokens that was recomputed.
+fn charged(effective: Strategy, picked: &Picked) -> f64 {
+    match (effective, picked.selection.selectable) {
+        (Strategy::Full, _) => 1.0,
+        (_, 0) => 0.0,
+        (_, selectable) => picked.selection.rows.len() as f64 / selectable as f64,
+    }
+}

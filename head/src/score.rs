@@ -1,0 +1,97 @@
+//! The auxiliary model's work, one layer a job: decode steps of other requests go in between, and a caller that goes
+//! away frees the compute thread within one layer.
+
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use kvsplice_kv::Encoding;
+use kvsplice_model::auxiliary::{ChunkKv, ScoreRequest, Scoring};
+use kvsplice_model::encode::{Encoder, Prefix};
+use kvsplice_model::{Compute, Decoder};
+
+use crate::Error;
+
+/// The auxiliary model on the compute thread.
+#[derive(Clone)]
+pub(crate) struct Engine {
+    pub(crate) compute: Compute,
+    pub(crate) decoder: Arc<Mutex<Decoder>>,
+}
+
+impl Engine {
+    /// One score an auxiliary token of each chunk, in order.
+    pub(crate) async fn score(&self, request: ScoreRequest) -> Result<Vec<Vec<f32>>, Error> {
+        let expected: Vec<usize> = request.chunk_kv.iter().map(|chunk| chunk.tokens as usize).collect();
+        let mut scoring = self.job(move |decoder| Ok(Scoring::new(decoder, request)?)).await?;
+        loop {
+            let (advanced, last) = self
+                .job(move |decoder| {
+                    let last = scoring.advance(decoder)?;
+                    Ok((scoring, last))
+                })
+                .await?;
+            scoring = advanced;
+            if last {
+                break;
+            }
+        }
+        let scores = self.job(move |_| Ok(scoring.finish()?)).await?;
+        let got: Vec<usize> = scores.iter().map(Vec::len).collect();
+        if got != expected {
+            return Err(Error::Task { task: "score", detail: format!("scored {got:?} tokens of {expected:?}") });
+        }
+        Ok(scores)
+    }
+
+    /// KV of `chunks`, each behind `prefix` alone, in order.
+    pub(crate) async fn encode(
+        &self,
+        prefix: &[u32],
+        chunks: Vec<Vec<u32>>,
+        encoding: Encoding,
+    ) -> Result<Vec<ChunkKv>, Error> {
+        let ids = prefix.to_vec();
+        let mut prefix = self.job(move |decoder| Ok(Prefix::new(decoder, &ids)?)).await?;
+        let mut encoded = Vec::with_capacity(chunks.len());
+        let mut rest = chunks;
+        while !rest.is_empty() {
+            let batch: Vec<_> = rest.drain(..Encoder::batch(rest.iter().map(Vec::len))).collect();
+            // Tensors are not shared between threads: they go to the job and come back.
+            let (mut encoder, unchanged) = self
+                .job(move |decoder| {
+                    let batch: Vec<&[u32]> = batch.iter().map(Vec::as_slice).collect();
+                    Ok((Encoder::new(decoder, &prefix, &batch, encoding)?, prefix))
+                })
+                .await?;
+            prefix = unchanged;
+            loop {
+                let (advanced, last) = self
+                    .job(move |decoder| {
+                        let last = encoder.advance(decoder)?;
+                        Ok((encoder, last))
+                    })
+                    .await?;
+                encoder = advanced;
+                if last {
+                    break;
+                }
+            }
+            encoded.extend(encoder.finish());
+        }
+        Ok(encoded)
+    }
+
+    async fn job<R: Send + 'static>(
+        &self,
+        job: impl FnOnce(&Decoder) -> Result<R, Error> + Send + 'static,
+    ) -> Result<R, Error> {
+        let decoder = Arc::clone(&self.decoder);
+        self.compute.run(move || job(&*lock(&decoder)?)).await?
+    }
+}
+
+/// The decoder; a panic in an earlier job may have left it in the middle of one.
+fn lock(decoder: &Mutex<Decoder>) -> Result<MutexGuard<'_, Decoder>, Error> {
+    decoder
+        .lock()
+        .map_err(|_poisoned| Error::Task { task: "auxiliary model", detail: "an earlier job panicked".into() })
+}
