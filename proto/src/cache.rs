@@ -43,52 +43,30 @@ pub struct Contained {
 impl CacheClient {
     /// A client whose calls, streams included, take at most `deadline`.
     pub fn new(channel: Channel, deadline: Duration) -> Self {
-        let inner = Generated::new(channel)
-            .max_decoding_message_size(MESSAGE_BYTES)
-            .max_encoding_message_size(MESSAGE_BYTES);
+        let inner =
+            Generated::new(channel).max_decoding_message_size(MESSAGE_BYTES).max_encoding_message_size(MESSAGE_BYTES);
         Self { inner, deadline }
     }
 
     /// The same client with another deadline.
     pub fn with_deadline(&self, deadline: Duration) -> Self {
-        Self {
-            inner: self.inner.clone(),
-            deadline,
-        }
+        Self { inner: self.inner.clone(), deadline }
     }
 
     /// Which of `chunks` exist; those are protected from eviction for `lease`, if that is not zero (at most 10 minutes).
-    pub async fn contains(
-        &self,
-        chunks: &[ChunkId],
-        variant: Variant,
-        lease: Duration,
-    ) -> Result<Contained, Status> {
+    pub async fn contains(&self, chunks: &[ChunkId], variant: Variant, lease: Duration) -> Result<Contained, Status> {
         let message = v1::ContainsRequest {
             chunks: chunks.iter().map(ChunkId::to_string).collect(),
             variant: variant.to_string(),
             lease_ms: u32::try_from(lease.as_millis()).unwrap_or(u32::MAX),
         };
-        let answer = self
-            .inner
-            .clone()
-            .contains(request(message, self.deadline))
-            .await?
-            .into_inner();
+        let answer = self.inner.clone().contains(request(message, self.deadline)).await?.into_inner();
         if answer.found.len() != chunks.len() {
-            let message = format!(
-                "asked for {} chunks, the cache answered for {}",
-                chunks.len(),
-                answer.found.len()
-            );
+            let message = format!("asked for {} chunks, the cache answered for {}", chunks.len(), answer.found.len());
             return Err(Status::internal(message));
         }
         let lease = Some(answer.lease).filter(|lease| !lease.is_empty());
-        Ok(Contained {
-            found: answer.found,
-            lease,
-            expires_ms: answer.lease_expires_ms,
-        })
+        Ok(Contained { found: answer.found, lease, expires_ms: answer.lease_expires_ms })
     }
 
     /// Opens a stream of chunk KV. Send Skip and Drop through the sender; dropping the stream ends the reads. A frame with an
@@ -98,26 +76,14 @@ impl CacheClient {
         want: v1::Want,
     ) -> Result<(mpsc::Sender<v1::GetChunksRequest>, Streaming<v1::Frame>), Status> {
         let (sender, receiver) = mpsc::channel(REQUESTS);
-        let first = v1::GetChunksRequest {
-            message: Some(GetMessage::Want(want)),
-        };
+        let first = v1::GetChunksRequest { message: Some(GetMessage::Want(want)) };
         let messages = tokio_stream::once(first).chain(ReceiverStream::new(receiver));
-        let frames = self
-            .inner
-            .clone()
-            .get_chunks(request(messages, self.deadline))
-            .await?
-            .into_inner();
+        let frames = self.inner.clone().get_chunks(request(messages, self.deadline)).await?.into_inner();
         Ok((sender, frames))
     }
 
     /// Stores a chunk object as [`kvsplice_kv::object::write`] makes it. False when it was there already.
-    pub async fn put_chunk(
-        &self,
-        chunk: ChunkId,
-        variant: Variant,
-        object: Bytes,
-    ) -> Result<bool, Status> {
+    pub async fn put_chunk(&self, chunk: ChunkId, variant: Variant, object: Bytes) -> Result<bool, Status> {
         let start = PutMessage::Start(v1::PutChunkStart {
             chunk: chunk.to_string(),
             variant: variant.to_string(),
@@ -127,43 +93,23 @@ impl CacheClient {
             let end = object.len().min(first + FRAME_BYTES);
             PutMessage::Data(object.slice(first..end))
         });
-        let messages = std::iter::once(start)
-            .chain(pieces)
-            .map(|message| v1::PutChunkRequest {
-                message: Some(message),
-            });
-        let answer = self
-            .inner
-            .clone()
-            .put_chunk(request(stream::iter(messages), self.deadline))
-            .await?;
+        let messages =
+            std::iter::once(start).chain(pieces).map(|message| v1::PutChunkRequest { message: Some(message) });
+        let answer = self.inner.clone().put_chunk(request(stream::iter(messages), self.deadline)).await?;
         Ok(answer.into_inner().created)
     }
 
     /// Creates or replaces a record of at most 16 MiB.
     pub async fn put_record(&self, key: &str, value: Vec<u8>) -> Result<(), Status> {
-        let message = v1::PutRecordRequest {
-            key: key.to_owned(),
-            value,
-        };
-        self.inner
-            .clone()
-            .put_record(request(message, self.deadline))
-            .await?;
+        let message = v1::PutRecordRequest { key: key.to_owned(), value };
+        self.inner.clone().put_record(request(message, self.deadline)).await?;
         Ok(())
     }
 
     /// Reads a record; none when there is none.
     pub async fn get_record(&self, key: &str) -> Result<Option<Bytes>, Status> {
-        let message = v1::GetRecordRequest {
-            key: key.to_owned(),
-        };
-        match self
-            .inner
-            .clone()
-            .get_record(request(message, self.deadline))
-            .await
-        {
+        let message = v1::GetRecordRequest { key: key.to_owned() };
+        match self.inner.clone().get_record(request(message, self.deadline)).await {
             Ok(answer) => Ok(Some(Bytes::from(answer.into_inner().value))),
             Err(status) if status.code() == Code::NotFound => Ok(None),
             Err(status) => Err(status),
@@ -172,15 +118,8 @@ impl CacheClient {
 
     /// The keys below a prefix of whole segments, ascending; every key for the empty prefix.
     pub async fn list_records(&self, prefix: &str) -> Result<Vec<String>, Status> {
-        let message = v1::ListRecordsRequest {
-            prefix: prefix.to_owned(),
-        };
-        let mut pages = self
-            .inner
-            .clone()
-            .list_records(request(message, self.deadline))
-            .await?
-            .into_inner();
+        let message = v1::ListRecordsRequest { prefix: prefix.to_owned() };
+        let mut pages = self.inner.clone().list_records(request(message, self.deadline)).await?.into_inner();
         let mut keys = Vec::new();
         while let Some(page) = pages.message().await? {
             keys.extend(page.keys);
@@ -189,22 +128,10 @@ impl CacheClient {
     }
 
     /// Removes chunks (every variant) and records; returns the paths of what was removed.
-    pub async fn delete(
-        &self,
-        chunks: &[ChunkId],
-        records: &[String],
-    ) -> Result<Vec<String>, Status> {
-        let message = v1::DeleteRequest {
-            chunks: chunks.iter().map(ChunkId::to_string).collect(),
-            records: records.to_vec(),
-        };
-        Ok(self
-            .inner
-            .clone()
-            .delete(request(message, self.deadline))
-            .await?
-            .into_inner()
-            .removed)
+    pub async fn delete(&self, chunks: &[ChunkId], records: &[String]) -> Result<Vec<String>, Status> {
+        let message =
+            v1::DeleteRequest { chunks: chunks.iter().map(ChunkId::to_string).collect(), records: records.to_vec() };
+        Ok(self.inner.clone().delete(request(message, self.deadline)).await?.into_inner().removed)
     }
 
     /// Protects chunks from eviction until unpinned.
@@ -218,25 +145,14 @@ impl CacheClient {
     }
 
     async fn set_pins(&self, chunks: &[ChunkId], unpin: bool) -> Result<(), Status> {
-        let message = v1::PinRequest {
-            chunks: chunks.iter().map(ChunkId::to_string).collect(),
-            unpin,
-        };
-        self.inner
-            .clone()
-            .pin(request(message, self.deadline))
-            .await?;
+        let message = v1::PinRequest { chunks: chunks.iter().map(ChunkId::to_string).collect(), unpin };
+        self.inner.clone().pin(request(message, self.deadline)).await?;
         Ok(())
     }
 
     /// Counters and sizes of each tier.
     pub async fn stats(&self) -> Result<v1::StatsResponse, Status> {
-        Ok(self
-            .inner
-            .clone()
-            .stats(request(v1::StatsRequest {}, self.deadline))
-            .await?
-            .into_inner())
+        Ok(self.inner.clone().stats(request(v1::StatsRequest {}, self.deadline)).await?.into_inner())
     }
 }
 

@@ -1,0 +1,263 @@
+//! Reads headers and layers through the memory tier, and says why when it cannot.
+//!
+//! A layer is verified once, when it enters the tier. Adjacent layers that nobody has are read together. An object whose
+//! layer does not match its digest is removed from the store, so that a repair can put it anew.
+
+use std::fmt;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use kvsplice_kv::object::{self, FIRST_READ_BYTES, Header};
+use tracing::{debug, warn};
+
+use crate::Error;
+use crate::error::Fault;
+use crate::lookups::{Lookups, Outcome};
+use crate::store::{Store, object_path};
+use crate::tier::{Layer, LayerKey, Lookup, Object, ObjectKey, Tier};
+
+/// Why a chunk cannot be sent. Its text starts with one stable word, the one before the colon.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Miss {
+    Missing,
+    Damaged(String),
+    Truncated(String),
+    Foreign(String),
+    Store(String),
+}
+
+impl Miss {
+    pub(crate) const fn outcome(&self) -> Outcome {
+        match self {
+            Miss::Missing => Outcome::Missing,
+            Miss::Damaged(_) => Outcome::Damaged,
+            Miss::Truncated(_) => Outcome::Truncated,
+            Miss::Foreign(_) => Outcome::Foreign,
+            Miss::Store(_) => Outcome::Store,
+        }
+    }
+}
+
+impl fmt::Display for Miss {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Miss::Missing => f.write_str("missing: no such object"),
+            Miss::Damaged(detail) => write!(f, "damaged: {detail}"),
+            Miss::Truncated(detail) => write!(f, "truncated: {detail}"),
+            Miss::Foreign(detail) => write!(f, "foreign: {detail}"),
+            Miss::Store(detail) => write!(f, "store: {detail}"),
+        }
+    }
+}
+
+impl From<object::Error> for Miss {
+    fn from(error: object::Error) -> Self {
+        match error {
+            object::Error::Truncated { got, need } => Miss::Truncated(format!("{got} bytes, need {need}")),
+            object::Error::Foreign { what, expected, found } => {
+                Miss::Foreign(format!("{what} is {found}, expected {expected}"))
+            }
+            object::Error::DamagedHeader => Miss::Damaged("the header does not match its digest".into()),
+            object::Error::DamagedLayer { layer } => Miss::Damaged(format!("layer {layer} does not match its digest")),
+            object::Error::OutOfRange { .. } => Miss::Foreign(error.to_string()),
+        }
+    }
+}
+
+impl From<Error> for Miss {
+    fn from(error: Error) -> Self {
+        match error.fault() {
+            Fault::NotFound => Miss::Missing,
+            _ => Miss::Store(error.to_string()),
+        }
+    }
+}
+
+/// A verified layer, and where it was.
+#[derive(Clone, Debug)]
+pub(crate) struct Loaded {
+    pub(crate) layer: u32,
+    /// K, then V.
+    pub(crate) bytes: Bytes,
+    /// The tier: `memory` or `object`.
+    pub(crate) source: &'static str,
+}
+
+/// Reads through the memory tier.
+pub(crate) struct Fetcher {
+    pub(crate) store: Store,
+    pub(crate) tier: Tier,
+    pub(crate) lookups: Lookups,
+}
+
+impl Fetcher {
+    /// The object's header, checked against its id, variant and size.
+    pub(crate) async fn object(&self, key: &ObjectKey) -> Result<Arc<Object>, Miss> {
+        self.tier.header(key, self.read_object(key)).await
+    }
+
+    /// Like [`Fetcher::object`], always from the store.
+    pub(crate) async fn read_object(&self, key: &ObjectKey) -> Result<Arc<Object>, Miss> {
+        let path = object_path(key);
+        let (meta, mut start) = self.store.start_of(&path, FIRST_READ_BYTES).await?;
+        let header = match Header::parse(&start) {
+            Err(object::Error::Truncated { need, .. }) if need > start.len() && meta.size >= need as u64 => {
+                start = self.store.range(&path, meta.e_tag.as_deref(), 0..need).await?;
+                Header::parse(&start)?
+            }
+            other => other?,
+        };
+        header.check_id(key.chunk)?;
+        header.check_variant(key.variant)?;
+        let need = header.object_bytes() as u64;
+        if meta.size < need {
+            return Err(Miss::Truncated(format!("{} bytes, need {need}", meta.size)));
+        }
+        if meta.size > need {
+            return Err(Miss::Foreign(format!("{} bytes, expected {need}", meta.size)));
+        }
+        Ok(Arc::new(Object { key: *key, header, e_tag: meta.e_tag }))
+    }
+
+    /// The first of `layers`, and as many of the following ones as come with it cheaply. `layers` ascend without a gap.
+    /// Never empty.
+    pub(crate) async fn layers(&self, object: &Arc<Object>, layers: &[u32]) -> Result<Vec<Loaded>, Miss> {
+        match self.try_layers(object, layers).await {
+            Err(Attempt::Replaced) => {}
+            Err(Attempt::Missed(miss)) => return Err(miss),
+            Ok(loaded) => return Ok(loaded),
+        }
+        // Another writer replaced the object since its header was read. The same bytes under a new tag are as good.
+        self.tier.forget_header(&object.key);
+        let current = self.object(&object.key).await?;
+        if current.header != object.header {
+            return Err(Miss::Store("the object was replaced while it was read".into()));
+        }
+        self.try_layers(&current, layers).await.map_err(|attempt| match attempt {
+            Attempt::Replaced => Miss::Store("the object was replaced twice while it was read".into()),
+            Attempt::Missed(miss) => miss,
+        })
+    }
+
+    async fn try_layers(&self, object: &Arc<Object>, layers: &[u32]) -> Result<Vec<Loaded>, Attempt> {
+        let Some((&first, following)) = layers.split_first() else {
+            return Err(Attempt::Missed(Miss::Foreign("no layer asked for".into())));
+        };
+        let header = &object.header;
+        let Some(digest) = header.layer_digests.get(first as usize) else {
+            let detail = format!("layer {first} asked for, the object has {}", header.layout.layers);
+            return Err(Attempt::Missed(Miss::Foreign(detail)));
+        };
+        let key = |layer| LayerKey { object: object.key, layer };
+        let mut claims = match self.tier.lookup(&key(first), digest).await {
+            Lookup::Found(layer) => {
+                self.lookups.count(Outcome::Memory);
+                return Ok(vec![Loaded { layer: first, bytes: layer.bytes, source: "memory" }]);
+            }
+            Lookup::Claimed(claim) => vec![claim],
+        };
+        for &layer in following {
+            // Waiting for others while holding claims could end in a circle: only take what is free.
+            if layer >= header.layout.layers {
+                break;
+            }
+            match self.tier.claim(&key(layer)) {
+                Some(claim) => claims.push(claim),
+                None => break,
+            }
+        }
+        let last = first + claims.len() as u32 - 1;
+        let range = header.layer_range(first).start..header.layer_range(last).end;
+        let path = object_path(&object.key);
+        let bytes = match self.store.range(&path, object.e_tag.as_deref(), range).await {
+            Ok(bytes) => bytes,
+            Err(error) => {
+                return Err(match error.fault() {
+                    Fault::Changed => Attempt::Replaced,
+                    Fault::NotFound => {
+                        self.tier.forget_header(&object.key);
+                        Attempt::Missed(Miss::Missing)
+                    }
+                    _ => Attempt::Missed(error.into()),
+                });
+            }
+        };
+        let verified = verify(object.clone(), first, bytes).await.map_err(Attempt::Missed)?;
+        let Verified { layers, failure } = verified;
+        let mut loaded = Vec::with_capacity(layers.len());
+        for ((claim, layer), number) in claims.into_iter().zip(layers).zip(first..) {
+            loaded.push(Loaded { layer: number, bytes: layer.bytes.clone(), source: "object" });
+            self.tier.fill(claim, &key(number), layer);
+            self.lookups.count(Outcome::Object);
+        }
+        match failure {
+            // The good layers go out first; the damaged one fails alone when it is asked for.
+            Some(error) if loaded.is_empty() => {
+                let miss = Miss::from(error);
+                self.discard(object).await;
+                Err(Attempt::Missed(miss))
+            }
+            _ => Ok(loaded),
+        }
+    }
+
+    /// Removes a damaged object, unless it has been replaced since.
+    async fn discard(&self, object: &Object) {
+        self.tier.forget_header(&object.key);
+        let path = object_path(&object.key);
+        let removed = match self.store.tag(&path).await {
+            Ok(Some(tag)) if tag == object.e_tag => self.store.delete(&path).await,
+            Ok(_) => Ok(false),
+            Err(error) => Err(error),
+        };
+        match removed {
+            Ok(removed) => debug!(chunk = %object.key.chunk, removed, "a damaged object makes room for its repair"),
+            Err(error) => warn!(chunk = %object.key.chunk, %error, "cannot remove a damaged object"),
+        }
+    }
+
+    /// Counts a miss and logs it.
+    pub(crate) fn count_miss(&self, key: &ObjectKey, miss: &Miss) {
+        self.lookups.count(miss.outcome());
+        match miss {
+            Miss::Missing => debug!(chunk = %key.chunk, "a chunk is missing"),
+            other => warn!(chunk = %key.chunk, reason = %other, "a chunk cannot be read"),
+        }
+    }
+}
+
+enum Attempt {
+    /// The object's tag is not the one that its header was read under.
+    Replaced,
+    Missed(Miss),
+}
+
+/// The leading layers that are as they were written, and what is wrong with the next one, if any.
+struct Verified {
+    layers: Vec<Layer>,
+    failure: Option<object::Error>,
+}
+
+/// Hashes and cuts; off the async threads, for it may take milliseconds.
+async fn verify(object: Arc<Object>, first: u32, bytes: Bytes) -> Result<Verified, Miss> {
+    let work = move || {
+        let header = &object.header;
+        let mut verified = Verified { layers: Vec::new(), failure: None };
+        let layer_bytes = header.layer_bytes();
+        let whole = bytes.len() == layer_bytes;
+        for (number, piece) in (first..).zip(bytes.chunks(layer_bytes)) {
+            if let Err(error) = header.verify_layer(number, piece) {
+                verified.failure = Some(error);
+                break;
+            }
+            // A slice would keep the bytes of its neighbors alive: the tier would hold more than it counts.
+            let bytes = if whole { bytes.clone() } else { Bytes::copy_from_slice(piece) };
+            verified.layers.push(Layer { digest: header.layer_digests[number as usize], bytes });
+        }
+        if verified.layers.is_empty() && verified.failure.is_none() {
+            verified.failure = Some(object::Error::Truncated { got: bytes.len(), need: layer_bytes });
+        }
+        verified
+    };
+    tokio::task::spawn_blocking(work).await.map_err(|error| Miss::Store(format!("verify a layer: {error}")))
+}

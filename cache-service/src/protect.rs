@@ -1,0 +1,166 @@
+//! Which chunks must not be evicted: pinned ones, and those under a lease.
+//!
+//! Leases end by themselves. Both are kept in memory only: after a restart nothing is protected, and nothing is lost.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use kvsplice_kv::ChunkId;
+
+use crate::Error;
+
+/// Longest lease.
+pub(crate) const MAX_LEASE: Duration = Duration::from_secs(600);
+const MAX_LEASES: usize = 1 << 16;
+const MAX_PINS: usize = 1 << 20;
+/// Ended leases are swept at most this often.
+const SWEEP_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Pins and leases of one service.
+#[derive(Debug)]
+pub(crate) struct Protection {
+    state: RwLock<State>,
+    next: AtomicU64,
+    /// Tells the leases of this process from those of another.
+    epoch_ms: u64,
+}
+
+#[derive(Debug)]
+struct State {
+    pinned: HashSet<ChunkId>,
+    /// When the last lease on a chunk ends.
+    leased: HashMap<ChunkId, Instant>,
+    leases: HashMap<u64, Instant>,
+    swept: Instant,
+}
+
+/// A lease that was given.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Lease {
+    pub(crate) id: String,
+    /// Milliseconds since the Unix epoch.
+    pub(crate) expires_ms: u64,
+}
+
+impl Protection {
+    pub(crate) fn new() -> Self {
+        let state =
+            State { pinned: HashSet::new(), leased: HashMap::new(), leases: HashMap::new(), swept: Instant::now() };
+        Self { state: RwLock::new(state), next: AtomicU64::new(0), epoch_ms: unix_ms() }
+    }
+
+    /// Protects `chunks` for `time`, cut at [`MAX_LEASE`].
+    pub(crate) fn lease(&self, chunks: impl Iterator<Item = ChunkId>, time: Duration) -> Result<Lease, Error> {
+        let time = time.min(MAX_LEASE);
+        let now = Instant::now();
+        let ends = now + time;
+        let mut state = self.write();
+        if now.duration_since(state.swept) >= SWEEP_INTERVAL || state.leases.len() >= MAX_LEASES {
+            state.sweep(now);
+        }
+        if state.leases.len() >= MAX_LEASES {
+            return Err(Error::TooMany { what: "leases", limit: MAX_LEASES, advice: "ask for shorter ones" });
+        }
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        state.leases.insert(number, ends);
+        for chunk in chunks {
+            let last = state.leased.entry(chunk).or_insert(ends);
+            *last = ends.max(*last);
+        }
+        let expires_ms = unix_ms().saturating_add(time.as_millis() as u64);
+        Ok(Lease { id: format!("{:x}-{number:x}", self.epoch_ms), expires_ms })
+    }
+
+    /// Protects `chunks` until they are unpinned.
+    pub(crate) fn pin(&self, chunks: &[ChunkId]) -> Result<(), Error> {
+        let mut state = self.write();
+        if state.pinned.len() + chunks.len() > MAX_PINS {
+            return Err(Error::TooMany { what: "pins", limit: MAX_PINS, advice: "unpin some first" });
+        }
+        state.pinned.extend(chunks);
+        Ok(())
+    }
+
+    /// Takes pins away.
+    pub(crate) fn unpin(&self, chunks: &[ChunkId]) {
+        let mut state = self.write();
+        for chunk in chunks {
+            state.pinned.remove(chunk);
+        }
+    }
+
+    /// Whether `chunk` is pinned or under a lease now.
+    pub(crate) fn covers(&self, chunk: &ChunkId) -> bool {
+        let state = self.read();
+        state.pinned.contains(chunk) || state.leased.get(chunk).is_some_and(|ends| *ends > Instant::now())
+    }
+
+    /// Leases that have not ended, and pins.
+    pub(crate) fn counts(&self) -> (usize, usize) {
+        let now = Instant::now();
+        let state = self.read();
+        (state.leases.values().filter(|ends| **ends > now).count(), state.pinned.len())
+    }
+
+    // A panic while the lock was held cannot leave the maps half-changed in a way that matters here.
+    fn read(&self) -> RwLockReadGuard<'_, State> {
+        self.state.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, State> {
+        self.state.write().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn sweep(&mut self, now: Instant) {
+        self.leases.retain(|_, ends| *ends > now);
+        self.leased.retain(|_, ends| *ends > now);
+        self.swept = now;
+    }
+}
+
+fn unix_ms() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_millis() as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const A: ChunkId = ChunkId::from_bytes([1; 32]);
+    const B: ChunkId = ChunkId::from_bytes([2; 32]);
+
+    #[test]
+    fn a_lease_ends_by_itself() {
+        let protection = Protection::new();
+        let ended = protection.lease([A].into_iter(), Duration::ZERO).unwrap();
+        let held = protection.lease([B].into_iter(), Duration::from_secs(60)).unwrap();
+        assert_ne!(ended.id, held.id);
+        assert!(!protection.covers(&A) && protection.covers(&B));
+        assert_eq!(protection.counts(), (1, 0));
+        protection.write().sweep(Instant::now());
+        assert_eq!(protection.read().leased.len(), 1);
+    }
+
+    #[test]
+    fn a_shorter_lease_does_not_cut_a_longer_one_and_none_is_endless() {
+        let protection = Protection::new();
+        protection.lease([A].into_iter(), Duration::from_secs(60)).unwrap();
+        protection.lease([A].into_iter(), Duration::ZERO).unwrap();
+        assert!(protection.covers(&A));
+        let longest = protection.lease([A].into_iter(), Duration::from_secs(1 << 40)).unwrap();
+        assert!(longest.expires_ms <= unix_ms() + MAX_LEASE.as_millis() as u64);
+    }
+
+    #[test]
+    fn a_pin_holds_until_it_is_taken_away() {
+        let protection = Protection::new();
+        protection.pin(&[A, B]).unwrap();
+        protection.unpin(&[A]);
+        assert!(!protection.covers(&A) && protection.covers(&B));
+        assert_eq!(protection.counts(), (0, 1));
+    }
+}

@@ -1,0 +1,201 @@
+//! The gRPC service: checks each request, hands it to the file that does the work, and maps errors to statuses.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::{StreamExt, TryStreamExt, stream};
+use kvsplice_kv::ChunkId;
+use kvsplice_proto::convert;
+use kvsplice_proto::v1::cache_server::Cache;
+use kvsplice_proto::v1::{
+    ContainsRequest, ContainsResponse, DeleteRequest, DeleteResponse, Frame, GetChunksRequest, GetRecordRequest,
+    GetRecordResponse, ListRecordsRequest, ListRecordsResponse, PinRequest, PinResponse, PutChunkRequest,
+    PutChunkResponse, PutRecordRequest, PutRecordResponse, StatsRequest, StatsResponse, Tier as TierStats,
+    get_chunks_request,
+};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status, Streaming};
+use tracing::{Instrument, warn};
+
+use crate::Error;
+use crate::fetch::{Fetcher, Miss};
+use crate::lookups::Lookups;
+use crate::protect::Protection;
+use crate::put::{self, Uploads};
+use crate::records;
+use crate::store::{Store, chunk_path};
+use crate::stream::{self as chunks, Wanted};
+use crate::tier::{ObjectKey, Tier};
+
+/// Items in one list of a request.
+const MAX_ITEMS: usize = 1 << 16;
+/// Objects that one request looks up or removes at once.
+const PARALLEL: usize = 32;
+/// How long the first message of a stream may take.
+const FIRST_MESSAGE: Duration = Duration::from_secs(30);
+
+/// Shared by all requests.
+pub(crate) struct Service {
+    fetcher: Arc<Fetcher>,
+    protection: Arc<Protection>,
+    uploads: Arc<Uploads>,
+}
+
+impl Service {
+    pub(crate) fn new(store: Store, memory_bytes: u64) -> Self {
+        let protection = Arc::new(Protection::new());
+        let tier = Tier::new(memory_bytes, protection.clone());
+        let fetcher = Arc::new(Fetcher { store, tier, lookups: Lookups::default() });
+        Self { fetcher, protection, uploads: Arc::new(Uploads::new()) }
+    }
+}
+
+/// Refuses a list that is too long to be honest.
+pub(crate) fn check_count(field: &'static str, count: usize) -> Result<(), Error> {
+    if count > MAX_ITEMS {
+        return Err(Error::Request { field, detail: format!("must have at most {MAX_ITEMS} items, has {count}") });
+    }
+    Ok(())
+}
+
+fn chunk_ids(field: &'static str, texts: &[String]) -> Result<Vec<ChunkId>, Error> {
+    check_count(field, texts.len())?;
+    texts.iter().map(|text| convert::chunk_id(field, text).map_err(Error::from)).collect()
+}
+
+#[tonic::async_trait]
+impl Cache for Service {
+    async fn contains(&self, request: Request<ContainsRequest>) -> Result<Response<ContainsResponse>, Status> {
+        let request = request.into_inner();
+        let chunks = chunk_ids("chunks", &request.chunks)?;
+        let variant = convert::variant("variant", &request.variant)?;
+        let look_up = |chunk: ChunkId| async move {
+            let key = ObjectKey { chunk, variant };
+            match self.fetcher.object(&key).await {
+                Ok(_) => Ok(true),
+                Err(Miss::Store(detail)) => Err(Status::unavailable(detail)),
+                Err(Miss::Missing) => Ok(false),
+                Err(miss) => {
+                    warn!(%chunk, reason = %miss, "a chunk object cannot be used");
+                    Ok(false)
+                }
+            }
+        };
+        let lookups: Vec<_> = chunks.iter().copied().map(look_up).collect();
+        let found: Vec<bool> = stream::iter(lookups).buffered(PARALLEL).try_collect().await?;
+        let mut response = ContainsResponse { found, lease: String::new(), lease_expires_ms: 0 };
+        if request.lease_ms > 0 {
+            let covered = chunks.iter().zip(&response.found).filter(|(_, found)| **found).map(|(chunk, _)| *chunk);
+            let lease = self.protection.lease(covered, Duration::from_millis(request.lease_ms.into()))?;
+            response.lease = lease.id;
+            response.lease_expires_ms = lease.expires_ms;
+        }
+        Ok(Response::new(response))
+    }
+
+    type GetChunksStream = ReceiverStream<Result<Frame, Status>>;
+
+    async fn get_chunks(
+        &self,
+        request: Request<Streaming<GetChunksRequest>>,
+    ) -> Result<Response<Self::GetChunksStream>, Status> {
+        let mut messages = request.into_inner();
+        let first = tokio::time::timeout(FIRST_MESSAGE, messages.message())
+            .await
+            .map_err(|_elapsed| Status::deadline_exceeded("no Want within 30 s"))??;
+        let Some(get_chunks_request::Message::Want(want)) = first.and_then(|message| message.message) else {
+            let detail = "must be the first message".to_owned();
+            return Err(Error::Request { field: "want", detail }.into());
+        };
+        let wanted = Wanted::try_from(want)?;
+        let (out, frames) = mpsc::channel(chunks::FRAMES);
+        tokio::spawn(chunks::send(self.fetcher.clone(), wanted, messages, out).in_current_span());
+        Ok(Response::new(ReceiverStream::new(frames)))
+    }
+
+    async fn put_chunk(
+        &self,
+        request: Request<Streaming<PutChunkRequest>>,
+    ) -> Result<Response<PutChunkResponse>, Status> {
+        // A task of its own: when the caller goes away it sees the broken stream, and cleans up what it has written.
+        let work = put::put(self.fetcher.clone(), self.uploads.clone(), request.into_inner());
+        let created = tokio::spawn(work.in_current_span())
+            .await
+            .map_err(|error| Status::internal(format!("put a chunk: {error}")))??;
+        Ok(Response::new(PutChunkResponse { created }))
+    }
+
+    async fn put_record(&self, request: Request<PutRecordRequest>) -> Result<Response<PutRecordResponse>, Status> {
+        let PutRecordRequest { key, value } = request.into_inner();
+        records::put(&self.fetcher.store, &key, value).await?;
+        Ok(Response::new(PutRecordResponse {}))
+    }
+
+    async fn get_record(&self, request: Request<GetRecordRequest>) -> Result<Response<GetRecordResponse>, Status> {
+        let value = records::get(&self.fetcher.store, &request.into_inner().key).await?;
+        Ok(Response::new(GetRecordResponse { value: value.into() }))
+    }
+
+    type ListRecordsStream = stream::Iter<std::vec::IntoIter<Result<ListRecordsResponse, Status>>>;
+
+    async fn list_records(
+        &self,
+        request: Request<ListRecordsRequest>,
+    ) -> Result<Response<Self::ListRecordsStream>, Status> {
+        let keys = records::list(&self.fetcher.store, &request.into_inner().prefix).await?;
+        let page = |keys: &[String]| Ok(ListRecordsResponse { keys: keys.to_vec() });
+        let pages: Vec<_> = keys.chunks(records::PAGE_KEYS).map(page).collect();
+        Ok(Response::new(stream::iter(pages)))
+    }
+
+    async fn delete(&self, request: Request<DeleteRequest>) -> Result<Response<DeleteResponse>, Status> {
+        let request = request.into_inner();
+        let chunks = chunk_ids("chunks", &request.chunks)?;
+        check_count("records", request.records.len())?;
+        let mut paths = Vec::new();
+        for key in &request.records {
+            paths.push(records::path("records", key)?);
+        }
+        let store = &self.fetcher.store;
+        for chunk in &chunks {
+            paths.extend(store.list(&chunk_path(chunk)).await?);
+        }
+        let remove = |path: object_store::path::Path| async move {
+            // A bucket says yes to the removal of what is not there: look first.
+            let there = store.tag(&path).await?.is_some();
+            Ok::<_, Error>((there && store.delete(&path).await?).then(|| path.to_string()))
+        };
+        let removals: Vec<_> = paths.into_iter().map(remove).collect();
+        let removed: Vec<Option<String>> = stream::iter(removals).buffered(PARALLEL).try_collect().await?;
+        for chunk in &chunks {
+            self.fetcher.tier.remove_chunk(chunk);
+        }
+        Ok(Response::new(DeleteResponse { removed: removed.into_iter().flatten().collect() }))
+    }
+
+    async fn pin(&self, request: Request<PinRequest>) -> Result<Response<PinResponse>, Status> {
+        let request = request.into_inner();
+        let chunks = chunk_ids("chunks", &request.chunks)?;
+        if request.unpin {
+            self.protection.unpin(&chunks);
+        } else {
+            self.protection.pin(&chunks)?;
+        }
+        Ok(Response::new(PinResponse {}))
+    }
+
+    async fn stats(&self, _: Request<StatsRequest>) -> Result<Response<StatsResponse>, Status> {
+        let (bytes, entries, limit_bytes) = self.fetcher.tier.usage();
+        let memory = TierStats { name: "memory".into(), bytes, limit_bytes, entries };
+        let object = TierStats { name: "object".into(), ..TierStats::default() };
+        let (leases, pins) = self.protection.counts();
+        Ok(Response::new(StatsResponse {
+            tiers: vec![memory, object],
+            leases: leases as u32,
+            pins: pins as u32,
+            lookups: self.fetcher.lookups.snapshot(),
+            store: self.fetcher.store.name().to_owned(),
+        }))
+    }
+}

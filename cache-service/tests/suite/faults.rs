@@ -1,0 +1,313 @@
+//! Slow, failing, full and silent stores; callers that go away.
+
+use std::io::ErrorKind;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use kvsplice_cache_service::Config;
+use kvsplice_kv::ChunkId;
+use kvsplice_proto::v1::get_chunks_request::Message;
+use kvsplice_proto::v1::{Drop, GetChunksRequest, Skip};
+use object_store::memory::InMemory;
+use object_store::{ObjectStore, ObjectStoreExt, path::Path};
+use tokio::sync::Semaphore;
+use tonic::Code;
+
+use crate::support::{Chunk, Faulty, Read, Server, VARIANT, chunk, eventually, get, put, want};
+
+/// A store that holds `chunks`.
+async fn filled(chunks: &[&Chunk]) -> Arc<dyn ObjectStore> {
+    let store = Arc::new(InMemory::new());
+    for chunk in chunks {
+        let path = Path::from(format!("kv/{}/{VARIANT}", chunk.id));
+        store.put(&path, chunk.object.clone().into()).await.unwrap();
+    }
+    store
+}
+
+fn is_of(path: &Path, chunk: ChunkId) -> bool {
+    path.as_ref().contains(&chunk.to_string())
+}
+
+/// Reads of `slow` wait at the gate, the others pass.
+async fn gated(slow: ChunkId, chunks: &[&Chunk]) -> (Arc<Faulty>, Arc<Semaphore>) {
+    let gate = Arc::new(Semaphore::new(0));
+    let held = gate.clone();
+    let store =
+        Faulty::on_read(
+            filled(chunks).await,
+            move |path, _| {
+                if is_of(path, slow) { Read::Wait(held.clone()) } else { Read::Pass }
+            },
+        );
+    (store, gate)
+}
+
+fn request(message: Message) -> GetChunksRequest {
+    GetChunksRequest { message: Some(message) }
+}
+
+#[tokio::test]
+async fn a_slow_chunk_does_not_hold_up_the_others() {
+    let (slow, fast) = (chunk(1, 6, 30), chunk(2, 6, 30));
+    let (store, gate) = gated(slow.id, &[&slow, &fast]).await;
+    let server = Server::start(store).await;
+    let (_requests, mut frames) = server.client.get_chunks(want(&[slow.id, fast.id])).await.unwrap();
+    for frame in 0..12 {
+        assert_eq!(frames.message().await.unwrap().unwrap().chunk, 1, "frame {frame}");
+    }
+    gate.add_permits(1000);
+    for frame in 0..12 {
+        assert_eq!(frames.message().await.unwrap().unwrap().chunk, 0, "frame {frame}");
+    }
+    assert!(frames.message().await.unwrap().is_none());
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn lower_layers_come_first() {
+    let chunks: Vec<Chunk> = (0..4).map(|seed| chunk(seed, 8, 20)).collect();
+    let store = filled(&chunks.iter().collect::<Vec<_>>()).await;
+    let server = Server::start(store).await;
+    let ids: Vec<ChunkId> = chunks.iter().map(|chunk| chunk.id).collect();
+    // The second time all is in memory, so the order depends on the stream alone.
+    get(&server.client, want(&ids)).await.unwrap();
+    let (_requests, mut frames) = server.client.get_chunks(want(&ids)).await.unwrap();
+    let mut layers = Vec::new();
+    while let Some(frame) = frames.message().await.unwrap() {
+        layers.push(frame.layer);
+    }
+    assert_eq!(layers.len(), 4 * 8 * 2);
+    let sum = |half: &[u32]| half.iter().sum::<u32>();
+    let (first, second) = layers.split_at(layers.len() / 2);
+    assert!(sum(first) < sum(second), "{layers:?}");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_dropped_chunk_is_not_waited_for() {
+    let (slow, fast) = (chunk(1, 6, 30), chunk(2, 6, 30));
+    let (store, _gate) = gated(slow.id, &[&slow, &fast]).await;
+    let server = Server::start(store.clone()).await;
+    let (requests, mut frames) = server.client.get_chunks(want(&[slow.id, fast.id])).await.unwrap();
+    requests.send(request(Message::Skip(Skip { chunk: 1, rows: vec![], from_layer: 0 }))).await.unwrap();
+    requests.send(request(Message::Drop(Drop { chunk: 0 }))).await.unwrap();
+    let mut count = 0;
+    while let Some(frame) = frames.message().await.unwrap() {
+        assert_eq!(frame.chunk, 1);
+        count += 1;
+    }
+    assert_eq!(count, 12, "a skip may be ignored, a drop ends the chunk");
+    eventually("the read of the dropped chunk ends", || store.reading.load(Ordering::SeqCst) == 0).await;
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_place_that_was_not_wanted_is_refused() {
+    let slow = chunk(1, 2, 3);
+    let (store, _gate) = gated(slow.id, &[&slow]).await;
+    let server = Server::start(store).await;
+    for message in [Message::Drop(Drop { chunk: 1 }), Message::Want(want(&[slow.id]))] {
+        let (requests, mut frames) = server.client.get_chunks(want(&[slow.id])).await.unwrap();
+        requests.send(request(message)).await.unwrap();
+        assert_eq!(frames.message().await.unwrap_err().code(), Code::InvalidArgument);
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_caller_that_goes_away_ends_the_reads() {
+    let slow: Vec<Chunk> = (0..20).map(|seed| chunk(seed, 6, 30)).collect();
+    let ids: Vec<ChunkId> = slow.iter().map(|chunk| chunk.id).collect();
+    let gate = Arc::new(Semaphore::new(0));
+    let held = gate.clone();
+    let inner = filled(&slow.iter().collect::<Vec<_>>()).await;
+    let store = Faulty::on_read(inner, move |_, _| Read::Wait(held.clone()));
+    let server = Server::start(store.clone()).await;
+    let (requests, frames) = server.client.get_chunks(want(&ids)).await.unwrap();
+    eventually("reads are under way", || store.reading.load(Ordering::SeqCst) == 20).await;
+    drop((requests, frames));
+    eventually("all reads end", || store.reading.load(Ordering::SeqCst) == 0).await;
+    // What the canceled stream was loading is free for others.
+    gate.add_permits(10_000);
+    let got = get(&server.client, want(&ids)).await.unwrap();
+    for (place, chunk) in slow.iter().enumerate() {
+        got[&(place as u32)].assert_is(chunk);
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_caller_that_takes_nothing_bounds_the_reads() {
+    let large: Vec<Chunk> = (0..12).map(|seed| chunk(seed, 4, 1024)).collect();
+    let ids: Vec<ChunkId> = large.iter().map(|chunk| chunk.id).collect();
+    let total: usize = large.iter().map(|chunk| chunk.object.len()).sum();
+    assert!(total > 150 << 20);
+    let store = filled(&large.iter().collect::<Vec<_>>()).await;
+    let server = Server::start_with(store, Config { memory_bytes: 256 << 20, ..Config::default() }).await;
+    let (_requests, mut frames) = server.client.get_chunks(want(&ids)).await.unwrap();
+    frames.message().await.unwrap().unwrap();
+    // The windows of the connection and the stream's own bound are far below the total: most stays unread until taken.
+    let mut seen = server.client.stats().await.unwrap().tiers[0].bytes;
+    loop {
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        let now = server.client.stats().await.unwrap().tiers[0].bytes;
+        if now == seen {
+            break;
+        }
+        seen = now;
+    }
+    assert!(seen < (total / 2) as u64, "{seen} of {total} bytes were read for a caller that took one frame");
+    while frames.message().await.unwrap().is_some() {}
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn many_callers_load_a_layer_once() {
+    let chunk = chunk(1, 6, 30);
+    let gate = Arc::new(Semaphore::new(0));
+    let held = gate.clone();
+    let store = Faulty::on_read(filled(&[&chunk]).await, move |_, _| Read::Wait(held.clone()));
+    let server = Server::start(store.clone()).await;
+    let callers: Vec<_> = (0..16)
+        .map(|_| {
+            let (client, id) = (server.client.clone(), chunk.id);
+            tokio::spawn(async move { get(&client, want(&[id])).await.unwrap() })
+        })
+        .collect();
+    eventually("a read is under way", || store.reading.load(Ordering::SeqCst) > 0).await;
+    gate.add_permits(10_000);
+    for caller in callers {
+        caller.await.unwrap()[&0].assert_is(&chunk);
+    }
+    let lookups = server.client.stats().await.unwrap().lookups;
+    assert_eq!(lookups["hit/object"], 6, "each layer once");
+    assert_eq!(lookups["hit/memory"], 15 * 6);
+    // The header, then one, two and three layers.
+    assert!(store.reads.load(Ordering::SeqCst) <= 7, "{}", store.reads.load(Ordering::SeqCst));
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_failing_read_costs_one_chunk_and_is_counted() {
+    let chunks: Vec<Chunk> = (0..8).map(|seed| chunk(seed, 3, 10)).collect();
+    let ids: Vec<ChunkId> = chunks.iter().map(|chunk| chunk.id).collect();
+    let calls = AtomicUsize::new(0);
+    let store = Faulty::on_read(filled(&chunks.iter().collect::<Vec<_>>()).await, move |_, options| {
+        let failing = !options.head && calls.fetch_add(1, Ordering::SeqCst) % 5 == 4;
+        if failing { Read::Fail } else { Read::Pass }
+    });
+    let server = Server::start(store).await;
+    let (mut failed, mut rounds) = (0, 0);
+    loop {
+        let got = get(&server.client, want(&ids)).await.unwrap();
+        let mut complete = 0;
+        for (place, chunk) in chunks.iter().enumerate() {
+            let got = &got[&(place as u32)];
+            match &got.error {
+                None => {
+                    got.assert_is(chunk);
+                    complete += 1;
+                }
+                Some(error) => {
+                    assert!(error.starts_with("store: ") && error.contains("injected fault"), "{error}");
+                    failed += 1;
+                }
+            }
+        }
+        rounds += 1;
+        if complete == chunks.len() {
+            break;
+        }
+        assert!(rounds < 20, "each round leaves fewer layers to read");
+    }
+    assert!(failed > 0);
+    assert_eq!(server.client.stats().await.unwrap().lookups["miss/store"], failed);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_bit_flipped_on_the_way_is_never_sent() {
+    let (bad, good) = (chunk(1, 6, 30), chunk(2, 6, 30));
+    let flipped = bad.id;
+    let store = Faulty::on_read(filled(&[&bad, &good]).await, move |path, options| {
+        let is_layer = !options.head && options.if_match.is_some();
+        if is_of(path, flipped) && is_layer { Read::FlipBit } else { Read::Pass }
+    });
+    let server = Server::start(store).await;
+    let got = get(&server.client, want(&[bad.id, good.id])).await.unwrap();
+    assert!(got[&0].error.as_ref().unwrap().starts_with("damaged: "));
+    assert!(got[&0].layers.is_empty());
+    got[&1].assert_is(&good);
+    assert_eq!(server.client.stats().await.unwrap().lookups["miss/damaged"], 1);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_store_that_cannot_be_written_says_why_and_still_serves() {
+    let (old, new) = (chunk(1, 2, 5), chunk(2, 2, 5));
+    let large = chunk(3, 5, 2048);
+    for (kind, code) in [
+        (ErrorKind::StorageFull, Code::ResourceExhausted),
+        (ErrorKind::ReadOnlyFilesystem, Code::FailedPrecondition),
+        (ErrorKind::ConnectionReset, Code::Unavailable),
+    ] {
+        let store = Faulty::new(filled(&[&old]).await, |_, _| Read::Pass, move |_| Some(kind));
+        let server = Server::start(store).await;
+        for chunk in [&new, &large] {
+            let status = put(&server.client, chunk).await.unwrap_err();
+            assert_eq!(status.code(), code, "{status}");
+            assert!(status.message().contains(&std::io::Error::from(kind).to_string()), "{status}");
+        }
+        assert_eq!(server.client.put_record("a", vec![1]).await.unwrap_err().code(), code);
+        assert!(!put(&server.client, &old).await.unwrap());
+        get(&server.client, want(&[old.id])).await.unwrap()[&0].assert_is(&old);
+        server.stop().await;
+    }
+}
+
+#[tokio::test]
+async fn a_silent_store_is_an_error_in_time() {
+    let (slow, fast) = (chunk(1, 2, 5), chunk(2, 2, 5));
+    let (store, _gate) = gated(slow.id, &[&slow, &fast]).await;
+    let server = Server::start_with(store, Config { store_timeout_s: 1, ..Config::default() }).await;
+    let got = get(&server.client, want(&[slow.id, fast.id])).await.unwrap();
+    let error = got[&0].error.as_ref().unwrap();
+    assert!(error.starts_with("store: ") && error.contains("no answer within 1 s"), "{error}");
+    got[&1].assert_is(&fast);
+    let status = server.client.contains(&[slow.id], VARIANT, Duration::ZERO).await.unwrap_err();
+    assert_eq!(status.code(), Code::Unavailable);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn memory_is_bounded_and_pinned_chunks_stay() {
+    let pinned = chunk(0, 4, 50);
+    let others: Vec<Chunk> = (1..20).map(|seed| chunk(seed, 4, 50)).collect();
+    let mut all = vec![&pinned];
+    all.extend(&others);
+    let store = filled(&all).await;
+    let server = Server::start_with(store, Config { memory_bytes: 3 << 20, ..Config::default() }).await;
+    server.client.pin(&[pinned.id]).await.unwrap();
+    for chunk in all.iter().chain(&all) {
+        get(&server.client, want(&[chunk.id])).await.unwrap()[&0].assert_is(chunk);
+        let memory = &server.client.stats().await.unwrap().tiers[0];
+        assert!(memory.bytes <= 3 << 20);
+    }
+    let got = get(&server.client, want(&[pinned.id])).await.unwrap();
+    assert!(got[&0].sources.iter().all(|source| source == "memory"));
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn without_memory_everything_comes_from_the_store() {
+    let chunk = chunk(1, 6, 30);
+    let server = Server::start_with(filled(&[&chunk]).await, Config { memory_bytes: 0, ..Config::default() }).await;
+    for _ in 0..2 {
+        let got = get(&server.client, want(&[chunk.id])).await.unwrap();
+        got[&0].assert_is(&chunk);
+        assert!(got[&0].sources.iter().all(|source| source == "object"));
+    }
+    server.stop().await;
+}

@@ -1,0 +1,7 @@
+//! The cache service through its real gRPC interface, on real and on faulty stores.
+#![forbid(unsafe_code)]
+
+mod conformance;
+mod faults;
+mod files;
+mod support;
