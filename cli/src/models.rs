@@ -178,26 +178,41 @@ fn print_entry(name: &str, state: &str, bytes: Option<u64>, about: &str, json: b
     println!("{name:<30} {state:<24} {size:>7}  {about}");
 }
 
-/// Files and folders that are no demo model, by name.
+/// Models that are no demo model, by the name that `--primary` takes: files `NAME`, and folders `ORG/NAME`.
 fn others(folder: &Path) -> Result<Vec<(String, &'static str)>> {
     let mut found = Vec::new();
-    let entries = match fs::read_dir(folder) {
-        Ok(entries) => entries,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(found),
-        Err(error) => return Err(error).with_context(|| format!("read {}", folder.display())),
-    };
-    for entry in entries {
-        let path = entry.with_context(|| format!("read {}", folder.display()))?.path();
-        let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    for (name, path) in visible(folder)? {
         let stem = name.strip_suffix(".gguf");
-        if path.is_dir() && !name.starts_with('.') && path.join("config.json").exists() {
+        if path.join("config.json").exists() {
             found.push((name, "Hugging Face folder"));
-        } else if let Some(stem) = stem
-            && catalog::DEMO_MODELS.iter().all(|model| model.name != stem)
-        {
-            found.push((name, "GGUF file"));
+        } else if let Some(stem) = stem {
+            if catalog::DEMO_MODELS.iter().all(|model| model.name != stem) {
+                found.push((stem.to_owned(), "GGUF file"));
+            }
+        } else if path.is_dir() {
+            let inner = visible(&path)?.into_iter().filter(|(_, path)| path.join("config.json").exists());
+            found.extend(inner.map(|(inner, _)| (format!("{name}/{inner}"), "Hugging Face folder")));
         }
     }
     found.sort();
+    Ok(found)
+}
+
+/// Names and paths in a folder; hidden ones hold what is not complete.
+fn visible(folder: &Path) -> Result<Vec<(String, PathBuf)>> {
+    let mut found = Vec::new();
+    let context = || format!("read {}", folder.display());
+    let entries = match fs::read_dir(folder) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(found),
+        Err(error) => return Err(error).with_context(context),
+    };
+    for entry in entries {
+        let entry = entry.with_context(context)?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if !name.starts_with('.') {
+            found.push((name, entry.path()));
+        }
+    }
     Ok(found)
 }

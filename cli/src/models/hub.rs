@@ -33,10 +33,10 @@ pub(super) fn pull_file(folder: &Path, source: &HubFile, model: &DemoModel, targ
     Ok(())
 }
 
-/// Brings a whole model folder (`org/name`) to `models/org--name` and returns that.
+/// Brings a whole model folder (`org/name`) to `models/org/name` and returns that.
 pub(super) fn pull_folder(folder: &Path, repository: &str) -> Result<PathBuf> {
-    let name = folder_name(repository)?;
-    let target = folder.join(&name);
+    let (organization, name) = split(repository)?;
+    let target = folder.join(organization).join(name);
     if target.exists() {
         return Ok(target);
     }
@@ -49,7 +49,7 @@ pub(super) fn pull_folder(folder: &Path, repository: &str) -> Result<PathBuf> {
         return Err(Error::Usage(message).into());
     }
 
-    let partial = folder.join(format!(".{name}.part"));
+    let partial = folder.join(format!(".{organization}--{name}.part"));
     fs::create_dir_all(&partial).with_context(|| format!("create {}", partial.display()))?;
     for file in &files {
         let place = partial.join(file);
@@ -59,6 +59,8 @@ pub(super) fn pull_folder(folder: &Path, repository: &str) -> Result<PathBuf> {
         let fetched = fetch(&cache, repository, file, file).map_err(|error| unreachable(repository, &error))?;
         fs::rename(&fetched, &place).with_context(|| format!("move to {}", place.display()))?;
     }
+    let parent = folder.join(organization);
+    fs::create_dir_all(&parent).with_context(|| format!("create {}", parent.display()))?;
     fs::rename(&partial, &target).with_context(|| format!("move to {}", target.display()))?;
     fs::remove_dir_all(&cache).with_context(|| format!("remove {}", cache.display()))?;
     Ok(target)
@@ -76,14 +78,14 @@ fn is_wanted(file: &str) -> bool {
     plain && WANTED.iter().any(|ending| file.ends_with(ending))
 }
 
-/// `org/name` as one folder name; refuses what could leave the models folder.
-fn folder_name(repository: &str) -> Result<String, Error> {
+/// `org/name` in two; refuses what could leave the models folder.
+fn split(repository: &str) -> Result<(&str, &str), Error> {
     let is_plain = |part: &str| {
         let allowed = |character: char| character.is_ascii_alphanumeric() || "-_.".contains(character);
         !part.is_empty() && !part.starts_with('.') && part.chars().all(allowed)
     };
     match repository.split_once('/') {
-        Some((organization, name)) if is_plain(organization) && is_plain(name) => Ok(format!("{organization}--{name}")),
+        Some((organization, name)) if is_plain(organization) && is_plain(name) => Ok((organization, name)),
         _ => Err(Error::Usage(format!("expected hf:ORG/NAME, got {:?}", format!("hf:{repository}")))),
     }
 }
@@ -154,10 +156,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_repository_becomes_one_folder_below_models() {
-        assert_eq!(folder_name("Qwen/Qwen2.5-0.5B").unwrap(), "Qwen--Qwen2.5-0.5B");
+    fn a_repository_is_two_plain_names() {
+        assert_eq!(split("Qwen/Qwen2.5-0.5B").unwrap(), ("Qwen", "Qwen2.5-0.5B"));
         for bad in ["", "name", "org/", "/name", "org/../up", "org/a/b", "../x/y", "org/na me"] {
-            assert!(folder_name(bad).is_err(), "{bad}");
+            assert!(split(bad).is_err(), "{bad}");
         }
     }
 
