@@ -91,6 +91,8 @@ struct Chunk {
     dropped: bool,
 }
 
+type ReadResult = Result<(Arc<Object>, Vec<Loaded>), Miss>;
+
 /// What one read brings.
 struct Step {
     /// Index into the stream's chunks.
@@ -98,7 +100,7 @@ struct Step {
     /// What the read was taken for.
     bytes: usize,
     /// None when the caller dropped the chunk meanwhile.
-    result: Option<Result<(Arc<Object>, Vec<Loaded>), Miss>>,
+    result: Option<ReadResult>,
 }
 
 enum Ready {
@@ -348,12 +350,7 @@ impl Chunk {
     }
 }
 
-async fn read(
-    fetcher: Arc<Fetcher>,
-    key: ObjectKey,
-    object: Option<Arc<Object>>,
-    layers: Vec<u32>,
-) -> Result<(Arc<Object>, Vec<Loaded>), Miss> {
+async fn read(fetcher: Arc<Fetcher>, key: ObjectKey, object: Option<Arc<Object>>, layers: Vec<u32>) -> ReadResult {
     let object = match object {
         Some(object) => object,
         None => fetcher.object(&key).await?,

@@ -1,7 +1,7 @@
 //! The chunk object: a safetensors file whose byte ranges follow from [`KvLayout`].
 //!
 //! Writing is deterministic. The parser renders the header that its metadata calls for and compares every byte, so it
-//! accepts exactly what [`write`] makes: no other offset, name, dtype or shape gets through. It never touches tensor data;
+//! accepts exactly what [`write()`] makes: no other offset, name, dtype or shape gets through. It never touches tensor data;
 //! [`Header::verify_layer`] does, one layer at a time.
 
 use std::collections::BTreeMap;

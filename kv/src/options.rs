@@ -23,7 +23,7 @@ pub enum Strategy {
 const STRATEGIES: &str = "full, direct, clip";
 
 impl Strategy {
-    /// Every strategy, in the order of [`STRATEGIES`].
+    /// Every strategy, in the order of `STRATEGIES`.
     pub const ALL: [Strategy; 3] = [Strategy::Full, Strategy::Direct, Strategy::Clip];
 
     /// The wire and command-line name.

@@ -92,7 +92,7 @@ mod tests {
     #[test]
     fn the_last_slot_and_the_empty_set_are_fine() {
         assert!(RowRanges::from_slots([]).is_empty());
-        assert_eq!(RowRanges::from_ranges([2..2, 7..4]).len(), 0);
+        assert_eq!(RowRanges::from_ranges([2..2, Range { start: 7, end: 4 }]).len(), 0);
         assert_eq!(RowRanges::from_slots([u32::MAX]).len(), 0);
     }
 }
