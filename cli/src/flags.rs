@@ -1,0 +1,121 @@
+//! Flags that several commands share.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+use figment::value::Value;
+
+use crate::config::{self, Config};
+use crate::failure::usage;
+
+/// Flags over the configuration file.
+#[derive(Args, Clone, Debug, Default)]
+#[command(next_help_heading = "Configuration")]
+pub(crate) struct ConfigFlags {
+    /// TOML file with [listen], [head], [worker] and [cache]
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Print the effective configuration as TOML and exit
+    #[arg(long)]
+    pub(crate) print_config: bool,
+    /// Any setting, such as --set head.max_in_flight=8; may be repeated
+    #[arg(long, value_name = "KEY=VALUE")]
+    set: Vec<String>,
+    /// What to log, such as info or kvsplice_head=debug
+    #[arg(long, value_name = "FILTER")]
+    log: Option<String>,
+    /// Primary model of head and worker: a demo model's name, a .gguf file or a Hugging Face folder
+    #[arg(long, value_name = "MODEL")]
+    primary: Option<String>,
+    /// Auxiliary model of the head
+    #[arg(long, value_name = "MODEL")]
+    auxiliary: Option<String>,
+    /// What the models compute in: f32 or bf16; by default the best for this CPU
+    #[arg(long, value_name = "DTYPE")]
+    dtype: Option<String>,
+    /// Device of the worker, such as cpu or cuda:0
+    #[arg(long, value_name = "DEVICE")]
+    device: Option<String>,
+    /// Model shape for tests: tiny (needs --random-weights)
+    #[arg(long, value_name = "SHAPE")]
+    shape: Option<String>,
+    /// Seeded random weights, for tests
+    #[arg(long)]
+    random_weights: bool,
+    /// Object store of the cache service, such as file:///srv/kv, memory:// or s3://bucket/path
+    #[arg(long, value_name = "URL")]
+    object_store: Option<String>,
+}
+
+impl ConfigFlags {
+    /// Reads every source; `more` are settings of a command's own flags, which win.
+    pub(crate) fn load(&self, more: Vec<(String, Value)>) -> anyhow::Result<Config> {
+        let mut settings = self.settings()?;
+        settings.extend(more);
+        config::load(self.config.as_deref(), std::env::vars_os().filter_map(utf8), &settings)
+    }
+
+    /// Whether a flag names the object store.
+    #[cfg(all(feature = "client", feature = "head", feature = "worker", feature = "cache"))]
+    pub(crate) fn names_store(&self) -> bool {
+        self.object_store.is_some() || self.set.iter().any(|setting| setting.trim_start().starts_with("cache.store"))
+    }
+
+    fn settings(&self) -> anyhow::Result<Vec<(String, Value)>> {
+        let mut settings: Vec<(String, Value)> = Vec::new();
+        let mut set = |keys: &[&str], value: &Option<String>| {
+            if let Some(value) = value {
+                settings.extend(keys.iter().map(|key| ((*key).to_owned(), Value::from(value.clone()))));
+            }
+        };
+        set(&["log"], &self.log);
+        set(&["head.primary.model", "worker.primary.model"], &self.primary);
+        set(&["head.auxiliary.model"], &self.auxiliary);
+        set(&["head.primary.dtype", "head.auxiliary.dtype", "worker.primary.dtype"], &self.dtype);
+        set(&["worker.primary.device"], &self.device);
+        set(&["head.primary.shape", "head.auxiliary.shape", "worker.primary.shape"], &self.shape);
+        set(&["cache.store"], &self.object_store);
+        if self.random_weights {
+            for model in ["head.primary", "head.auxiliary", "worker.primary"] {
+                settings.push((format!("{model}.random_weights"), Value::from(true)));
+            }
+        }
+        for text in &self.set {
+            let (key, value) = text
+                .split_once('=')
+                .ok_or_else(|| usage(format!("--set needs KEY=VALUE, got {text:?}; such as head.max_in_flight=8")))?;
+            let Ok(value) = value.parse::<Value>();
+            settings.push((key.trim().to_owned(), value));
+        }
+        Ok(settings)
+    }
+}
+
+fn utf8((name, value): (std::ffi::OsString, std::ffi::OsString)) -> Option<(String, String)> {
+    Some((name.into_string().ok()?, value.into_string().ok()?))
+}
+
+/// Which server a command talks to.
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Server")]
+pub(crate) struct ServerFlags {
+    /// HOST:PORT of a running role; without it the roles run inside this command
+    #[arg(long, value_name = "ADDR")]
+    pub(crate) server: Option<String>,
+    /// Deadline of the whole command, in seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=31_536_000))]
+    timeout: u64,
+}
+
+impl ServerFlags {
+    /// No server: the roles run inside the command.
+    #[cfg(all(feature = "client", feature = "head", feature = "worker", feature = "cache"))]
+    pub(crate) const fn embedded() -> Self {
+        Self { server: None, timeout: 600 }
+    }
+
+    pub(crate) fn timeout(&self) -> Duration {
+        Duration::from_secs(self.timeout)
+    }
+}
