@@ -1,1 +1,57 @@
-//! kvsplice-gpu-worker
+//! The worker: pulls chunk KV from the cache service, splices it into one sequence, recomputes the chosen rows, decodes.
+//!
+//! One request's way: `service` checks it into a `request`, `load` fetches layers, `prefill` places and recomputes them
+//! layer by layer, `decode` generates, `text` turns tokens into text, `receipt` says what was done. `engine` owns all
+//! requests and decides what the compute thread does next. Nothing here selects rows: the head does.
+#![forbid(unsafe_code)]
+
+mod active;
+mod config;
+mod decode;
+mod encode;
+mod engine;
+mod error;
+mod load;
+mod pass;
+mod prefill;
+mod receipt;
+
+mod request;
+mod schedule;
+mod service;
+mod text;
+
+use std::future::Future;
+
+use kvsplice_model::{Compute, Model};
+use kvsplice_proto::cache::CacheClient;
+use kvsplice_proto::v1::worker_server::WorkerServer;
+use kvsplice_proto::{client, server};
+use tokio::net::TcpListener;
+use tracing::info;
+
+pub use config::Config;
+pub use error::Error;
+
+/// Loads the model, then serves on `listener` until `shutdown` resolves and what was running has ended.
+pub async fn run(
+    config: Config,
+    compute: Compute,
+    listener: TcpListener,
+    shutdown: impl Future<Output = ()> + Send + 'static,
+) -> Result<(), Error> {
+    config.validate()?;
+    let spec = config.primary.clone();
+    let model = compute.run(move || Model::load(&spec)).await??;
+    info!(model = %model.name, digest = %model.digest.short(), dtype = %config.primary.dtype(), "model loaded");
+    let cache = CacheClient::new(client::channel(&config.cache)?, config.cache_deadline());
+    let engine = engine::Handle::start(&config, model.clone(), compute, cache.clone());
+    let service = service::Service::new(&config, model, engine, cache);
+    let service = WorkerServer::new(service)
+        .max_decoding_message_size(server::MESSAGE_BYTES)
+        .max_encoding_message_size(server::MESSAGE_BYTES);
+    let mut routes = tonic::service::Routes::builder();
+    routes.add_service(service);
+    server::serve(routes.routes(), &["kvsplice.v1.Worker"], listener, config.limits(), shutdown).await?;
+    Ok(())
+}

@@ -22,7 +22,12 @@ const TILE: usize = 128;
 pub fn ragged_causal(query: &Tensor, keys: &Tensor, values: &Tensor, slots: &[u32]) -> Result<Tensor, Error> {
     let (rows, heads, dim) = query.size3()?;
     let (capacity, kv_heads, key_dim) = keys.size3()?;
-    if rows as usize != slots.len() || dim != key_dim || kv_heads == 0 || heads % kv_heads != 0 || keys.size() != values.size() {
+    if rows as usize != slots.len()
+        || dim != key_dim
+        || kv_heads == 0
+        || heads % kv_heads != 0
+        || keys.size() != values.size()
+    {
         let what = format!(
             "query {:?}, keys {:?}, values {:?} and {} slots do not fit",
             query.size(),
@@ -67,7 +72,16 @@ fn tile(query: &Tensor, keys: &Tensor, values: &Tensor, slots: &[u32]) -> Result
     };
     // One row sees every key that is left: no mask.
     let mask = if first == last { None } else { Some(mask(slots, visible, query.kind())?) };
-    let output = Tensor::f_scaled_dot_product_attention(&query, &shared(keys)?, &shared(values)?, mask, 0.0, false, None, false)?;
+    let output = Tensor::f_scaled_dot_product_attention(
+        &query,
+        &shared(keys)?,
+        &shared(values)?,
+        mask,
+        0.0,
+        false,
+        None,
+        false,
+    )?;
     Ok(output.f_permute([2, 1, 0, 3])?.f_reshape([rows, heads, dim])?)
 }
 
@@ -97,7 +111,8 @@ mod tests {
         let (rows, heads, dim) = query.size3().unwrap();
         let group = heads / keys.size()[1];
         let spread = |t: &Tensor| t.to_kind(Kind::Double).repeat_interleave_self_int(group, 1, None).transpose(0, 1);
-        let scores = query.to_kind(Kind::Double).transpose(0, 1).matmul(&spread(keys).transpose(1, 2)) / (dim as f64).sqrt();
+        let scores =
+            query.to_kind(Kind::Double).transpose(0, 1).matmul(&spread(keys).transpose(1, 2)) / (dim as f64).sqrt();
         let slots: Vec<i64> = slots.iter().map(|&slot| i64::from(slot)).collect();
         let hidden = Tensor::arange(keys.size()[0], (Kind::Int64, Device::Cpu))
             .unsqueeze(0)

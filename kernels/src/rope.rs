@@ -57,7 +57,10 @@ impl Rotation {
     pub fn apply(&self, heads: &Tensor) -> Result<Tensor, Error> {
         let (rows, _, dim) = heads.size3()?;
         if rows != self.cos.size()[0] || dim != 2 * self.cos.size()[2] {
-            return Err(argument("rope", format!("heads {:?} do not fit a table of {:?}", heads.size(), self.cos.size())));
+            return Err(argument(
+                "rope",
+                format!("heads {:?} do not fit a table of {:?}", heads.size(), self.cos.size()),
+            ));
         }
         let kind = heads.kind();
         let heads = heads.f_to_kind(Kind::Float)?;

@@ -128,12 +128,7 @@ pub struct ChunkKey {
 impl ChunkKey {
     /// The key of the chunk `ids` behind `prefix_ids`.
     pub fn new(model: ModelDigest, prefix_ids: &[u32], ids: &[u32], owner: &str) -> Self {
-        Self {
-            model,
-            prefix: TokensDigest::of(prefix_ids),
-            tokens: TokensDigest::of(ids),
-            owner: owner.to_owned(),
-        }
+        Self { model, prefix: TokensDigest::of(prefix_ids), tokens: TokensDigest::of(ids), owner: owner.to_owned() }
     }
 
     /// The id: BLAKE3 over the version, the three digests and the owner.

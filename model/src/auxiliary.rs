@@ -72,7 +72,9 @@ impl Scoring {
         }
         let fits = |kv: &ChunkKv| {
             let layout = kv.layout;
-            layout.layers == config.layers && layout.kv_heads == config.kv_heads && layout.head_dim == config.head_dim
+            layout.layers == config.layers
+                && layout.kv_heads == config.kv_heads
+                && layout.head_dim == config.head_dim
                 && kv.layers.len() == config.layers as usize
         };
         if let Some(kv) = request.chunk_kv.iter().chain(&request.prefix_kv).find(|kv| !fits(kv)) {
@@ -160,7 +162,8 @@ impl Scoring {
             (Some(kv), Some(rotation)) => Some(rotation.apply(&self.stored(kv)?.0)?.f_to_kind(kind)?),
             _ => None,
         };
-        let stored: Result<Vec<Tensor>, Error> = self.request.chunk_kv.iter().map(|kv| Ok(self.stored(kv)?.0)).collect();
+        let stored: Result<Vec<Tensor>, Error> =
+            self.request.chunk_kv.iter().map(|kv| Ok(self.stored(kv)?.0)).collect();
         let chunks = self.rotations.chunks.apply(&Tensor::f_cat(&stored?, 0)?)?.f_to_kind(kind)?;
         self.batch(prefix, &chunks, question)
     }
@@ -171,7 +174,8 @@ impl Scoring {
             Some(kv) => Some(self.stored(kv)?.1.f_to_kind(kind)?),
             None => None,
         };
-        let stored: Result<Vec<Tensor>, Error> = self.request.chunk_kv.iter().map(|kv| Ok(self.stored(kv)?.1)).collect();
+        let stored: Result<Vec<Tensor>, Error> =
+            self.request.chunk_kv.iter().map(|kv| Ok(self.stored(kv)?.1)).collect();
         self.batch(prefix, &Tensor::f_cat(&stored?, 0)?.f_to_kind(kind)?, question)
     }
 
@@ -182,7 +186,8 @@ impl Scoring {
 
     /// Pads the chunks to the longest and puts the prefix before and the question's rows behind each.
     fn batch(&self, prefix: Option<Tensor>, chunks: &Tensor, question: &Tensor) -> Result<Tensor, Error> {
-        let Shape { chunks: count, prefix: prefix_tokens, longest, question: rows, kv_heads, head_dim, .. } = self.shape;
+        let Shape { chunks: count, prefix: prefix_tokens, longest, question: rows, kv_heads, head_dim, .. } =
+            self.shape;
         let keys = prefix_tokens + longest + rows;
         let batch = Tensor::f_zeros([count, keys, kv_heads, head_dim], (question.kind(), tch::Device::Cpu))?;
         if let Some(prefix) = prefix {
@@ -240,7 +245,9 @@ fn mask(lengths: &[u32], shape: Shape, kind: Kind) -> Result<Tensor, Error> {
     drop(mask.f_narrow(2, prefix + longest, question)?.f_masked_fill_(&future, f64::NEG_INFINITY)?);
     // Nobody sees padding.
     let lengths: Vec<i64> = lengths.iter().map(|&tokens| i64::from(tokens)).collect();
-    let padding = Tensor::f_arange(longest, int)?.f_unsqueeze(0)?.f_ge_tensor(&Tensor::f_from_slice(&lengths)?.f_unsqueeze(1)?)?;
+    let padding = Tensor::f_arange(longest, int)?
+        .f_unsqueeze(0)?
+        .f_ge_tensor(&Tensor::f_from_slice(&lengths)?.f_unsqueeze(1)?)?;
     drop(mask.f_narrow(2, prefix, longest)?.f_masked_fill_(&padding.f_unsqueeze(1)?, f64::NEG_INFINITY)?);
     Ok(mask.f_unsqueeze(1)?.f_repeat([1, 1, group, 1])?)
 }

@@ -114,7 +114,9 @@ impl StoredLayer {
         let row = kv_heads as usize * head_dim as usize * self.encoding.bytes();
         if self.keys.len() != self.values.len() || self.keys.len() % row != 0 {
             let (keys, values) = (self.keys.len(), self.values.len());
-            return Err(Error::Argument(format!("stored layer of {keys} and {values} bytes does not fit rows of {row}")));
+            return Err(Error::Argument(format!(
+                "stored layer of {keys} and {values} bytes does not fit rows of {row}"
+            )));
         }
         let shape = [(self.keys.len() / row) as i64, kv_heads, head_dim];
         let keys = Tensor::f_from_data_size(&self.keys, &shape, kind)?.f_to_kind(Kind::Float)?;

@@ -115,7 +115,8 @@ impl Config {
         let attention = 4 * u64::from(self.heads) * dim;
         let layers = u64::from(self.layers);
         let last_layer_kv = hidden * dim * u64::from(self.heads + 2 * self.kv_heads);
-        let linear = 2 * (self.layer_weights() * rows * (layers - 1) + last_layer_kv * rows + self.layer_weights() * outputs);
+        let linear =
+            2 * (self.layer_weights() * rows * (layers - 1) + last_layer_kv * rows + self.layer_weights() * outputs);
         let head = 2 * hidden * u64::from(self.vocabulary) * outputs;
         (linear + attention * pairs * (layers - 1) + head) as f64
     }
@@ -127,7 +128,8 @@ mod tests {
 
     #[test]
     fn llama3_scaling_leaves_high_frequencies_and_divides_low_ones() {
-        let scaling = RopeScaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_context: 8192.0 };
+        let scaling =
+            RopeScaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_context: 8192.0 };
         let plain = Config { head_dim: 128, rope_theta: 5e5, ..Config::tiny(10) };
         let scaled = Config { rope_scaling: scaling, ..plain.clone() };
         let (plain, scaled) = (plain.inverse_frequencies(), scaled.inverse_frequencies());

@@ -186,7 +186,8 @@ impl Decoder {
         let query = rotation.apply(&qkv.query)?;
         match keep {
             Keep::All => {
-                let attention = self.attend(layer, &query, segments.iter().map(|segment| (&*segment.cache, segment.slots)))?;
+                let attention =
+                    self.attend(layer, &query, segments.iter().map(|segment| (&*segment.cache, segment.slots)))?;
                 self.finish(layer, hidden, &attention)
             }
             Keep::Rows([]) => Ok(hidden.f_narrow(0, 0, 0)?),
@@ -202,7 +203,8 @@ impl Decoder {
                     first = end;
                 }
                 let query = query.f_index_select(0, &index)?;
-                let kept_segments = segments.iter().zip(&slots).map(|(segment, slots)| (&*segment.cache, slots.as_slice()));
+                let kept_segments =
+                    segments.iter().zip(&slots).map(|(segment, slots)| (&*segment.cache, slots.as_slice()));
                 let attention = self.attend(layer, &query, kept_segments)?;
                 self.finish(layer, &hidden.f_index_select(0, &index)?, &attention)
             }
@@ -239,7 +241,8 @@ impl Decoder {
         let dim = i64::from(self.config.head_dim);
         let (heads, kv_heads) = (i64::from(self.config.heads), i64::from(self.config.kv_heads));
         let normed = self.rms_norm(hidden, &weights.attention_norm)?;
-        let all = normed.f_linear(&weights.qkv, weights.qkv_bias.as_ref())?.f_view([rows, heads + 2 * kv_heads, dim])?;
+        let all =
+            normed.f_linear(&weights.qkv, weights.qkv_bias.as_ref())?.f_view([rows, heads + 2 * kv_heads, dim])?;
         let mut query = all.f_narrow(1, 0, heads)?;
         let mut key = all.f_narrow(1, heads, kv_heads)?;
         if let Some([query_norm, key_norm]) = &weights.qk_norm {

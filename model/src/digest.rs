@@ -25,7 +25,8 @@ pub(crate) fn of_path(path: &Path) -> Result<ModelDigest, Error> {
     for file in &files {
         let meta = fs::metadata(file).map_err(read_error(file))?;
         let absolute = file.canonicalize().map_err(read_error(file))?;
-        let key = format!("{}|{}|{}.{:09}|{}", absolute.display(), meta.len(), meta.mtime(), meta.mtime_nsec(), meta.ino());
+        let key =
+            format!("{}|{}|{}.{:09}|{}", absolute.display(), meta.len(), meta.mtime(), meta.mtime_nsec(), meta.ino());
         let digest = match memo.get(&key) {
             Some(&digest) => digest,
             None => {

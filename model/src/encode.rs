@@ -47,7 +47,14 @@ impl Prefix {
             let last = decoder.config().layers - 1;
             for layer in 0..=last {
                 let keep = if layer == last { Keep::Rows(&[]) } else { Keep::All };
-                hidden = decoder.layer(layer, &hidden, &rotation, &mut [Segment { cache: &mut cache, slots }], keep, None)?;
+                hidden = decoder.layer(
+                    layer,
+                    &hidden,
+                    &rotation,
+                    &mut [Segment { cache: &mut cache, slots }],
+                    keep,
+                    None,
+                )?;
             }
         }
         Ok(Self { cache, tokens })
@@ -125,7 +132,14 @@ impl Encoder {
                 let hidden = self.hidden.f_narrow(0, first as i64, slots.len() as i64)?;
                 let rotation = self.rotation.narrow(first, slots.len())?;
                 let mut segments = [Segment { cache: &mut chunk.cache, slots }];
-                outputs.push(decoder.layer(self.layer, &hidden, &rotation, &mut segments, keep, Some(&mut captured))?);
+                outputs.push(decoder.layer(
+                    self.layer,
+                    &hidden,
+                    &rotation,
+                    &mut segments,
+                    keep,
+                    Some(&mut captured),
+                )?);
             }
             self.hidden = Tensor::f_cat(&outputs, 0)?;
         }
@@ -170,7 +184,12 @@ fn copy_rows(tensor: &Tensor, first: usize, rows: usize, to: &mut [u8]) -> Resul
 
 /// Encodes `chunks` behind `prefix_ids` at one go. With `chunks` = the prefix itself and no prefix ids, this is the
 /// prefix's own KV.
-pub fn encode(decoder: &Decoder, prefix_ids: &[u32], chunks: &[&[u32]], encoding: Encoding) -> Result<Vec<ChunkKv>, Error> {
+pub fn encode(
+    decoder: &Decoder,
+    prefix_ids: &[u32],
+    chunks: &[&[u32]],
+    encoding: Encoding,
+) -> Result<Vec<ChunkKv>, Error> {
     let prefix = Prefix::new(decoder, prefix_ids)?;
     let mut encoded = Vec::with_capacity(chunks.len());
     let mut rest = chunks;

@@ -216,7 +216,10 @@ impl Gguf {
         let (shape, numbers) = read().map_err(|error| {
             let shown = error.to_string();
             let line = shown.lines().next().unwrap_or_default();
-            Error::Format { path: self.path.clone(), what: format!("tensor {name} cannot be read ({line}); is the file whole?") }
+            Error::Format {
+                path: self.path.clone(),
+                what: format!("tensor {name} cannot be read ({line}); is the file whole?"),
+            }
         })?;
         let shape: Vec<i64> = shape.into_iter().map(|size| size as i64).collect();
         Ok(Tensor::f_from_slice(&numbers)?.f_view(shape.as_slice())?)

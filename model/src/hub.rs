@@ -125,10 +125,14 @@ fn config(folder: &Path, raw: RawConfig) -> Result<Config, Error> {
             low_freq_factor: Some(low_freq_factor),
             high_freq_factor: Some(high_freq_factor),
             original_max_position_embeddings: Some(original_context),
-        }) if rope_type == "llama3" => RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context },
+        }) if rope_type == "llama3" => {
+            RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context }
+        }
         Some(RawScaling { rope_type, .. }) if rope_type == "default" => RopeScaling::None,
         Some(RawScaling { rope_type, .. }) => {
-            return Err(unsupported(format!("rope scaling {rope_type}; supported: default, llama3 with its four numbers")));
+            return Err(unsupported(format!(
+                "rope scaling {rope_type}; supported: default, llama3 with its four numbers"
+            )));
         }
     };
     Ok(Config {
@@ -190,7 +194,8 @@ impl Folder {
     }
 
     fn tensor(&mut self, name: &str) -> Result<Tensor, Error> {
-        let missing = || Error::Format { path: self.folder.display().to_string(), what: format!("tensor {name} is missing") };
+        let missing =
+            || Error::Format { path: self.folder.display().to_string(), what: format!("tensor {name} is missing") };
         let path = self.files.get(name).ok_or_else(missing)?.clone();
         if self.current.as_ref().is_none_or(|(current, _)| *current != path) {
             let bytes = read(&path)?;
@@ -214,7 +219,8 @@ impl Folder {
 }
 
 fn parse<'a>(path: &Path, bytes: &'a [u8]) -> Result<SafeTensors<'a>, Error> {
-    SafeTensors::deserialize(bytes).map_err(|error| Error::Format { path: path.display().to_string(), what: error.to_string() })
+    SafeTensors::deserialize(bytes)
+        .map_err(|error| Error::Format { path: path.display().to_string(), what: error.to_string() })
 }
 
 impl Weights for Folder {

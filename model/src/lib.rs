@@ -23,7 +23,7 @@ pub mod tokenizer;
 mod weights;
 
 use std::ops::Deref;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use kvsplice_kv::ModelDigest;
 
@@ -38,7 +38,9 @@ pub use tokenizer::Tokenizer;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// No such model.
-    #[error("model {name:?} not found at {path}; pull it with `kvsplice models pull {name}` or name a .gguf file or a Hugging Face folder")]
+    #[error(
+        "model {name:?} not found at {path}; pull it with `kvsplice models pull {name}` or name a .gguf file or a Hugging Face folder"
+    )]
     NotFound {
         /// As configured.
         name: String,
@@ -134,6 +136,14 @@ impl Model {
         let source = spec.open()?;
         let decoder = Decoder::load(&source.description.config, source.weights, spec.dtype())?;
         Ok(Self { description: source.description, decoder: Arc::new(Mutex::new(decoder)) })
+    }
+}
+
+impl Model {
+    /// Runs `job` on the weights. For the compute thread.
+    pub fn with_decoder<R>(&self, job: impl FnOnce(&Decoder) -> R) -> R {
+        // Nothing changes the weights, so a job that panicked has left them as they were.
+        job(&self.decoder.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 

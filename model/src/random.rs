@@ -44,7 +44,11 @@ impl Weights for Random {
         Ok(OuterWeights {
             embedding: self.matrix(0, config.vocabulary, config.hidden, 1.0)?,
             norm: self.vector(1, config.hidden, 1.0, 0.2)?,
-            head: if config.tied_embeddings { None } else { Some(self.matrix(2, config.vocabulary, config.hidden, 1.0)?) },
+            head: if config.tied_embeddings {
+                None
+            } else {
+                Some(self.matrix(2, config.vocabulary, config.hidden, 1.0)?)
+            },
         })
     }
 

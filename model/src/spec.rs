@@ -89,7 +89,14 @@ pub struct Spec {
 
 impl Default for Spec {
     fn default() -> Self {
-        Self { model: String::new(), shape: None, random_weights: false, seed: 0, dtype: None, device: "cpu".to_owned() }
+        Self {
+            model: String::new(),
+            shape: None,
+            random_weights: false,
+            seed: 0,
+            dtype: None,
+            device: "cpu".to_owned(),
+        }
     }
 }
 
@@ -130,7 +137,10 @@ impl Spec {
                 return Ok(candidate);
             }
         }
-        Err(Error::NotFound { name: self.model.clone(), path: models.join(format!("{name}.gguf")).display().to_string() })
+        Err(Error::NotFound {
+            name: self.model.clone(),
+            path: models.join(format!("{name}.gguf")).display().to_string(),
+        })
     }
 
     pub(crate) fn open(&self) -> Result<Source, Error> {

@@ -73,7 +73,9 @@ impl ChatTemplate {
         let rendered = self.render(&messages)?;
         let mut pieces = rendered.split(CHUNKS);
         match (pieces.next(), pieces.next(), pieces.next()) {
-            (Some(prefix), Some(question), None) => Ok(Parts { prefix: prefix.to_owned(), question: question.to_owned() }),
+            (Some(prefix), Some(question), None) => {
+                Ok(Parts { prefix: prefix.to_owned(), question: question.to_owned() })
+            }
             _ => Err(Error::Template("the template does not render the user's turn exactly once".to_owned())),
         }
     }

@@ -3,6 +3,8 @@
 //! Two modes: plain text, where nothing is a control token (documents must not smuggle one in), and literal text,
 //! where control tokens are recognized (templates). No special token is ever added.
 
+use std::sync::Arc;
+
 use kvsplice_kv::record::Tokens;
 use serde_json::{Value, json};
 
@@ -52,28 +54,36 @@ impl Tokenizer {
         self.literal.id_to_token(id)
     }
 
-    /// Text that grows token by token.
-    pub fn stream(&self, skip_special: bool) -> TextStream<'_> {
-        TextStream(self.literal.decode_stream(skip_special))
+    /// The state of text that grows token by token.
+    pub fn stream(self: &Arc<Self>, skip_special: bool) -> TextStream {
+        let tokenizer = Arc::clone(self);
+        TextStream { tokenizer, skip_special, ids: Vec::new(), prefix: String::new(), prefix_index: 0 }
     }
 }
 
-type Inner<'a> = tokenizers::DecodeStream<
-    'a,
-    tokenizers::ModelWrapper,
-    tokenizers::NormalizerWrapper,
-    tokenizers::PreTokenizerWrapper,
-    tokenizers::PostProcessorWrapper,
-    tokenizers::DecoderWrapper,
->;
-
 /// Turns ids into text as they come, holding back incomplete characters.
-pub struct TextStream<'a>(Inner<'a>);
+#[derive(Debug)]
+pub struct TextStream {
+    tokenizer: Arc<Tokenizer>,
+    skip_special: bool,
+    ids: Vec<u32>,
+    prefix: String,
+    prefix_index: usize,
+}
 
-impl TextStream<'_> {
+impl TextStream {
     /// The text that became complete with this id; empty in the middle of a character.
     pub fn push(&mut self, id: u32) -> Result<String, Error> {
-        Ok(self.0.step(id).map_err(failed)?.unwrap_or_default())
+        let tokenizer = &self.tokenizer.literal;
+        let text = tokenizers::tokenizer::step_decode_stream(
+            tokenizer,
+            vec![id],
+            self.skip_special,
+            &mut self.ids,
+            &mut self.prefix,
+            &mut self.prefix_index,
+        );
+        Ok(text.map_err(failed)?.unwrap_or_default())
     }
 }
 

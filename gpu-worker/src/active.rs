@@ -1,0 +1,323 @@
+//! One request in hand: what has been loaded, which rows are known, how far computation is.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use kvsplice_kv::receipt::Source;
+use kvsplice_kv::{ChunkId, RowRanges};
+use kvsplice_model::cache::StoredLayer;
+use kvsplice_model::encode::ChunkKv;
+use kvsplice_proto::v1;
+use tokio::sync::mpsc;
+use tokio::task::AbortHandle;
+use tonic::Status;
+
+use crate::decode::Sequence;
+use crate::load::Loaded;
+use crate::pass::{Batch, Pass};
+use crate::prefill::Prefill;
+use crate::receipt::{self, PartOutcome, Timeline};
+use crate::request::{Kind, Request};
+use crate::schedule::State;
+use crate::text::Text;
+
+/// What a request's caller hears.
+#[derive(Debug)]
+pub(crate) enum Event {
+    Token(v1::Token),
+    Logits(Vec<f32>),
+    Scores { logprobs: Vec<f32>, argmax_ids: Vec<u32> },
+    Done(v1::PrefillDone),
+}
+
+/// Where a caller listens. Dropping the other end cancels the request.
+pub(crate) type Events = mpsc::Sender<Result<Event, Status>>;
+
+/// The KV of one part as it comes in.
+#[derive(Debug)]
+struct PartKv {
+    /// By layer, until it is placed.
+    layers: Vec<Option<StoredLayer>>,
+    outcome: PartOutcome,
+    /// Why loading ended early; the part is repaired from prefix and tokens.
+    failed: Option<String>,
+    /// Loaded and placed KV is used (else every token is a row).
+    cached: bool,
+}
+
+/// How far computation is.
+pub(crate) enum Stage {
+    /// Rows or the first layer are still to come, or the memory for its KV.
+    Waiting,
+    /// Rows are computed.
+    Prefill(Box<Prefill>),
+    /// Tokens are generated.
+    Decode(Box<Sequence>),
+    /// The state is with the compute thread.
+    Busy,
+}
+
+/// One request in hand.
+pub(crate) struct Active {
+    pub(crate) id: u64,
+    pub(crate) request: Request,
+    pub(crate) events: Events,
+    pub(crate) stage: Stage,
+    pub(crate) timeline: Timeline,
+    pub(crate) text: Text,
+    /// Bytes of KV that it needs; counted against the budget once admitted.
+    pub(crate) kv_bytes: u64,
+    pub(crate) admitted: bool,
+    pub(crate) output: u32,
+    /// The part that is encoded anew.
+    pub(crate) repair: Option<(usize, Option<Pass>)>,
+    parts: Vec<PartKv>,
+    /// By place in the load: the parts that use the chunk.
+    users: Vec<Vec<usize>>,
+    rows: RowRanges,
+    rows_complete: bool,
+    loader: Option<AbortHandle>,
+    layers: u32,
+}
+
+impl Drop for Active {
+    fn drop(&mut self) {
+        if let Some(loader) = &self.loader {
+            loader.abort();
+        }
+    }
+}
+
+impl Active {
+    pub(crate) fn new(id: u64, request: Request, events: Events, text: Text, layers: u32, token_bytes: u64) -> Self {
+        let parts = request.parts.iter().map(|part| PartKv {
+            layers: vec![None; layers as usize],
+            outcome: PartOutcome { source: Source::Fresh, reason: part.fresh_reason.clone(), bytes: 0 },
+            failed: None,
+            cached: part.key.is_some(),
+        });
+        Self {
+            id,
+            parts: parts.collect(),
+            kv_bytes: u64::from(request.slots_needed()) * token_bytes,
+            timeline: Timeline { received: request.now_ms(), ..Timeline::default() },
+            stage: Stage::Waiting,
+            admitted: false,
+            output: 0,
+            repair: None,
+            users: Vec::new(),
+            rows: RowRanges::default(),
+            rows_complete: false,
+            loader: None,
+            request,
+            events,
+            text,
+            layers,
+        }
+    }
+
+    /// The distinct chunks to load, with their tokens. Remembers which parts use which.
+    pub(crate) fn wanted(&mut self) -> Vec<(ChunkId, u32)> {
+        let mut places: HashMap<ChunkId, usize> = HashMap::new();
+        let mut wanted = Vec::new();
+        for (index, part) in self.request.parts.iter().enumerate() {
+            let Some(id) = part.id() else { continue };
+            let place = *places.entry(id).or_insert_with(|| {
+                wanted.push((id, part.ids.len() as u32));
+                self.users.push(Vec::new());
+                wanted.len() - 1
+            });
+            self.users[place].push(index);
+        }
+        wanted
+    }
+
+    pub(crate) fn loads(&mut self, loader: AbortHandle) {
+        self.loader = Some(loader);
+    }
+
+    /// Takes in news of a chunk.
+    pub(crate) fn loaded(&mut self, news: Loaded) {
+        let started = !matches!(self.stage, Stage::Waiting);
+        match news {
+            Loaded::Layer { chunk, layer, stored, source } => {
+                let bytes = (stored.keys.len() + stored.values.len()) as u64;
+                for (user, &part) in self.users[chunk].iter().enumerate() {
+                    let part = &mut self.parts[part];
+                    part.layers[layer as usize] = Some(stored.clone());
+                    // A chunk may come from several tiers: the slowest one says where it came from.
+                    part.outcome.source = if layer == 0 { source } else { slower(part.outcome.source, source) };
+                    part.outcome.bytes += if user == 0 { bytes } else { 0 };
+                }
+            }
+            Loaded::Failed { chunk, reason, service_down } => {
+                for &part in &self.users[chunk] {
+                    let part = &mut self.parts[part];
+                    part.outcome.reason.clone_from(&reason);
+                    if service_down && !started {
+                        part.cached = false;
+                        part.outcome.source = Source::Fresh;
+                    } else {
+                        part.failed = Some(reason.clone());
+                    }
+                }
+            }
+        }
+        if self.timeline.load_end.is_none() && self.parts.iter().all(|part| self.settled(part)) {
+            self.timeline.load_end = Some(self.request.now_ms());
+        }
+    }
+
+    fn settled(&self, part: &PartKv) -> bool {
+        !part.cached || part.failed.is_some() || part.layers.iter().all(Option::is_some)
+    }
+
+    /// Takes in rows. Fails on rows outside chunks, and after the last message.
+    pub(crate) fn add_rows(&mut self, rows: &RowRanges, complete_below: u32) -> Result<(), crate::Error> {
+        self.request.check_rows(rows)?;
+        if self.rows_complete {
+            return Err(crate::Error::Request("rows after the last Rows message".to_owned()));
+        }
+        self.rows = self.rows.union(rows);
+        if complete_below >= self.request.tokens() - self.request.targets.len() as u32 {
+            self.rows_complete = true;
+            self.timeline.rows_known = Some(self.request.now_ms());
+        }
+        Ok(())
+    }
+
+    /// Whether a part's KV must be placed: it is cached and not every token is computed anyway.
+    fn needs(&self, part: usize) -> bool {
+        let slots = &self.request.parts[part].slots;
+        self.parts[part].cached && self.rows.count_in(slots.clone()) < slots.len()
+    }
+
+    /// By part, whether its KV will be placed; and every slot to compute. Call once, when prefill begins.
+    pub(crate) fn begin(&mut self) -> (Vec<u32>, Vec<bool>) {
+        let uncached = self.request.parts.iter().zip(&self.parts).filter(|(_, kv)| !kv.cached);
+        let fresh = RowRanges::from_ranges(uncached.map(|(part, _)| part.slots.clone()));
+        self.rows = self.rows.union(&fresh);
+        let placed: Vec<bool> = (0..self.parts.len()).map(|part| self.needs(part)).collect();
+        self.timeline.rows_start = Some(self.request.now_ms());
+        (self.rows.slots().collect(), placed)
+    }
+
+    /// The KV of a layer, by part; what is placed is not kept.
+    pub(crate) fn take_layer(&mut self, layer: u32) -> Vec<Option<StoredLayer>> {
+        self.parts.iter_mut().map(|part| part.layers[layer as usize].take()).collect()
+    }
+
+    /// What the schedule may do with this request.
+    pub(crate) fn state(&self) -> State {
+        let layer = match &self.stage {
+            Stage::Decode(_) => return State::Decode,
+            Stage::Busy => return State::Waiting,
+            Stage::Prefill(prefill) if !prefill.starts_layer() => return State::Prefill,
+            Stage::Prefill(prefill) => prefill.layer(),
+            Stage::Waiting if self.rows_complete && self.admitted => 0,
+            Stage::Waiting => return State::Waiting,
+        };
+        if self.repair.is_some() {
+            return State::Repair;
+        }
+        let mut state = State::Prefill;
+        for (index, part) in self.parts.iter().enumerate() {
+            if !self.needs(index) || part.layers[layer as usize].is_some() {
+                continue;
+            }
+            if part.failed.is_some() {
+                return State::Repair;
+            }
+            state = State::Waiting;
+        }
+        state
+    }
+
+    /// Takes the next repair in hand: the part and how far its encoding is.
+    pub(crate) fn take_repair(&mut self) -> Option<(usize, Pass)> {
+        if let Some((part, pass)) = self.repair.as_mut() {
+            let part = *part;
+            return pass.take().map(|pass| (part, pass));
+        }
+        let failed = self.parts.iter().enumerate().find(|(index, part)| self.needs(*index) && part.failed.is_some());
+        let part = failed.map(|(index, _)| index)?;
+        let prompt_part = &self.request.parts[part];
+        let prefix = if prompt_part.behind_prefix { self.request.prefix_ids().to_vec() } else { Vec::new() };
+        let batch = Batch {
+            prefix_ids: prefix,
+            chunks: vec![prompt_part.ids.clone()],
+            encoding: self.request.variant.encoding,
+        };
+        self.repair = Some((part, None));
+        Some((part, Pass::Waiting(batch)))
+    }
+
+    /// Fills in what a repair has computed, for every part that uses the chunk.
+    pub(crate) fn repaired(&mut self, part: usize, kv: &ChunkKv) {
+        self.repair = None;
+        let id = self.request.parts[part].id();
+        let from = match &self.stage {
+            Stage::Prefill(prefill) => prefill.layer(),
+            _ => 0,
+        };
+        for (other, kv_part) in self.request.parts.iter().zip(&mut self.parts) {
+            if other.id() != id {
+                continue;
+            }
+            for layer in from..self.layers {
+                let stored = StoredLayer::split(kv.layout.encoding, &kv.layers[layer as usize]);
+                kv_part.layers[layer as usize].get_or_insert(stored);
+            }
+            kv_part.failed = None;
+            kv_part.outcome.source = Source::Repaired;
+        }
+        if self.timeline.load_end.is_none() && self.parts.iter().all(|part| self.settled(part)) {
+            self.timeline.load_end = Some(self.request.now_ms());
+        }
+    }
+
+    /// Whether nobody listens any more.
+    pub(crate) fn gone(&self) -> bool {
+        self.events.is_closed()
+    }
+
+    /// Tells the caller something. The channel has room for every token; one that is full is a caller that is gone.
+    pub(crate) fn tell(&self, event: Result<Event, Status>) {
+        if let Err(mpsc::error::TrySendError::Full(_)) = self.events.try_send(event) {
+            tracing::warn!(request = self.id, "a caller's channel is full; an event is lost");
+        }
+    }
+
+    /// The last event.
+    pub(crate) fn done(&self, finish: &str) -> Event {
+        let outcomes: Vec<PartOutcome> = self.parts.iter().map(|part| part.outcome.clone()).collect();
+        Event::Done(receipt::done(&self.request, &outcomes, &self.rows, &self.timeline, finish, self.output))
+    }
+
+    /// How long ago the request came in.
+    pub(crate) fn age(&self) -> Duration {
+        self.request.clock.elapsed()
+    }
+}
+
+/// Room in an [`Events`] channel: every token, and the few other events.
+pub(crate) fn event_room(request: &Request) -> usize {
+    request.sampling.max_tokens as usize + 8
+}
+
+fn slower(one: Source, other: Source) -> Source {
+    let rank = |source: Source| match source {
+        Source::Device => 0,
+        Source::Memory => 1,
+        Source::Disk => 2,
+        Source::Object => 3,
+        Source::Repaired => 4,
+        Source::Fresh => 5,
+    };
+    if rank(other) > rank(one) { other } else { one }
+}
+
+/// Whether a request has any chunk: for logs.
+pub(crate) fn chunks(request: &Request) -> usize {
+    request.parts.iter().filter(|part| part.kind == Kind::Chunk).count()
+}

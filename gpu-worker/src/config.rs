@@ -1,0 +1,69 @@
+//! The worker's settings.
+
+use std::time::Duration;
+
+use kvsplice_model::Spec;
+use kvsplice_proto::server::Limits;
+use serde::{Deserialize, Serialize};
+
+use crate::Error;
+
+/// The worker's settings.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Config {
+    /// The model that answers.
+    pub primary: Spec,
+    /// Address of the cache service, host:port.
+    pub cache: String,
+    /// Requests in hand, waiting ones included; more are refused.
+    pub queue_limit: u32,
+    /// Bytes of KV of the requests that run at the same time; further ones wait.
+    pub kv_bytes: u64,
+    /// Seconds that one call of the cache service may take.
+    pub cache_deadline_s: u64,
+    /// Seconds that a request may take when the caller sets no deadline.
+    pub deadline_s: u64,
+    /// Seconds that running requests get when the worker stops.
+    pub grace_s: u64,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            primary: Spec { model: "qwen2.5-coder-0.5b-instruct".to_owned(), ..Spec::default() },
+            cache: "127.0.0.1:7402".to_owned(),
+            queue_limit: 64,
+            kv_bytes: 4 << 30,
+            cache_deadline_s: 60,
+            deadline_s: 600,
+            grace_s: 30,
+        }
+    }
+}
+
+impl Config {
+    /// Checks every setting.
+    pub fn validate(&self) -> Result<(), Error> {
+        self.primary.validate()?;
+        if self.queue_limit == 0 || self.kv_bytes == 0 || self.cache_deadline_s == 0 || self.deadline_s == 0 {
+            return Err(Error::Config(
+                "queue_limit, kv_bytes, cache_deadline_s and deadline_s must be above 0".to_owned(),
+            ));
+        }
+        Ok(())
+    }
+
+    pub(crate) fn cache_deadline(&self) -> Duration {
+        Duration::from_secs(self.cache_deadline_s)
+    }
+
+    pub(crate) fn limits(&self) -> Limits {
+        Limits {
+            // Room for Status beside a full queue, whose refusal names the queue.
+            max_in_flight: self.queue_limit as usize + 16,
+            default_deadline: Duration::from_secs(self.deadline_s),
+            grace: Duration::from_secs(self.grace_s),
+        }
+    }
+}

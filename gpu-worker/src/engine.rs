@@ -1,0 +1,485 @@
+//! The engine: one task that owns every request and feeds the compute thread one unit of work at a time.
+//!
+//! Others talk to it through a [`Handle`]. A unit is at most one slice of one layer, so that news (rows, layers, callers
+//! that left) is seen within a unit.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::Instant;
+
+use kvsplice_kv::RowRanges;
+use kvsplice_model::decoder::SLICE_ROWS;
+use kvsplice_model::encode::layout;
+use kvsplice_model::sampling::Sampler;
+use kvsplice_model::{Compute, Model};
+use kvsplice_proto::cache::CacheClient;
+use tokio::sync::{Semaphore, mpsc, oneshot};
+use tonic::Status;
+use tracing::{Instrument, Span, debug, info, info_span, warn};
+
+use crate::active::{Active, Event, Events, Stage, chunks};
+use crate::decode::{Sequence, numbers, score, step};
+use crate::encode::{Call, store};
+use crate::load::{Loaded, Wanted, load};
+use crate::pass::{Encoded, Prefixes};
+use crate::prefill::{Prefill, Step};
+use crate::request::Request;
+use crate::schedule::{Schedule, State, Unit};
+use crate::text::Text;
+use crate::{Config, Error};
+
+/// Rows of a prefill slice while other requests generate: their tokens wait for one slice at most.
+const SHARED_SLICE_ROWS: usize = 160;
+/// News that may wait for the engine.
+const WAITING_COMMANDS: usize = 256;
+/// Encoded batches that may wait for the cache service.
+const STORING_BATCHES: usize = 2;
+
+enum Command {
+    Start {
+        request: Box<Request>,
+        events: Events,
+        accepted: oneshot::Sender<Result<u64, Error>>,
+        span: Span,
+    },
+    Rows {
+        id: u64,
+        rows: RowRanges,
+        complete_below: u32,
+    },
+    Loaded {
+        id: u64,
+        news: Loaded,
+    },
+    /// A caller left, or has an error to report.
+    Cancel {
+        id: u64,
+        status: Option<Status>,
+    },
+    Encode(Box<Call>),
+    /// Something changed that the engine was waiting for.
+    Wake,
+}
+
+/// What Status reports.
+#[derive(Debug, Default)]
+pub(crate) struct Load {
+    pub(crate) running: AtomicU32,
+    pub(crate) queued: AtomicU32,
+    pub(crate) kv_bytes: AtomicU64,
+}
+
+/// A handle to the engine; clones share it.
+#[derive(Clone)]
+pub(crate) struct Handle {
+    commands: mpsc::Sender<Command>,
+    pub(crate) load: Arc<Load>,
+}
+
+impl Handle {
+    /// Starts the engine. It ends when the last handle is gone.
+    pub(crate) fn start(config: &Config, model: Model, compute: Compute, cache: CacheClient) -> Self {
+        let (commands, inbox) = mpsc::channel(WAITING_COMMANDS);
+        let load = Arc::new(Load::default());
+        let engine = Engine {
+            queue_limit: config.queue_limit as usize,
+            kv_budget: config.kv_bytes,
+            active: Vec::new(),
+            encodes: VecDeque::new(),
+            prefixes: Prefixes::default(),
+            schedule: Schedule::new(Instant::now()),
+            storing: Arc::new(Semaphore::new(STORING_BATCHES)),
+            commands: commands.downgrade(),
+            load: Arc::clone(&load),
+            next_id: 0,
+            model,
+            compute,
+            cache,
+        };
+        tokio::spawn(engine.run(inbox));
+        Self { commands, load }
+    }
+
+    /// Hands in a request; events follow. Refused when the queue is full or the request can never fit.
+    pub(crate) async fn submit(&self, request: Request, events: Events) -> Result<u64, Error> {
+        let (accepted, answer) = oneshot::channel();
+        let span = info_span!("prefill", tokens = request.tokens(), chunks = chunks(&request));
+        self.send(Command::Start { request: Box::new(request), events, accepted, span }).await?;
+        answer.await.map_err(|_| Error::Stopping)?
+    }
+
+    /// Rows of a request.
+    pub(crate) async fn rows(&self, id: u64, rows: RowRanges, complete_below: u32) -> Result<(), Error> {
+        self.send(Command::Rows { id, rows, complete_below }).await
+    }
+
+    /// Drops a request. A status is told to its caller first.
+    pub(crate) async fn cancel(&self, id: u64, status: Option<Status>) {
+        // An engine that is gone has no requests.
+        drop(self.send(Command::Cancel { id, status }).await);
+    }
+
+    /// Hands in an Encode call; its events follow.
+    pub(crate) async fn encode(&self, call: Call) -> Result<(), Error> {
+        self.send(Command::Encode(Box::new(call))).await
+    }
+
+    async fn send(&self, command: Command) -> Result<(), Error> {
+        self.commands.send(command).await.map_err(|_| Error::Stopping)
+    }
+}
+
+struct Engine {
+    queue_limit: usize,
+    kv_budget: u64,
+    /// In order of arrival.
+    active: Vec<Active>,
+    encodes: VecDeque<Call>,
+    prefixes: Prefixes,
+    schedule: Schedule,
+    storing: Arc<Semaphore>,
+    commands: mpsc::WeakSender<Command>,
+    load: Arc<Load>,
+    next_id: u64,
+    model: Model,
+    compute: Compute,
+    cache: CacheClient,
+}
+
+impl Engine {
+    async fn run(mut self, mut inbox: mpsc::Receiver<Command>) {
+        loop {
+            while let Ok(command) = inbox.try_recv() {
+                self.apply(command);
+            }
+            self.active.retain(|request| !request.gone());
+            self.encodes.retain(|call| !call.events.is_closed());
+            self.admit();
+            let states: Vec<State> = self.active.iter().map(Active::state).collect();
+            let encode_ready =
+                self.storing.available_permits() > 0 && self.encodes.front_mut().is_some_and(Call::prepare);
+            match self.schedule.next(&states, encode_ready, Instant::now()) {
+                Some(Unit::Decode) => self.decode().await,
+                Some(Unit::Prefill(index)) => self.prefill(index).await,
+                Some(Unit::Repair(index)) => self.repair(index).await,
+                Some(Unit::Encode) => self.encode().await,
+                None => match inbox.recv().await {
+                    Some(command) => self.apply(command),
+                    None => return,
+                },
+            }
+        }
+    }
+
+    fn apply(&mut self, command: Command) {
+        match command {
+            Command::Start { request, events, accepted, span } => {
+                let started = self.start(*request, events, span);
+                // A caller that is gone already is dropped at the next turn.
+                drop(accepted.send(started));
+            }
+            Command::Rows { id, rows, complete_below } => {
+                let Some(index) = self.active.iter().position(|request| request.id == id) else { return };
+                if let Err(error) = self.active[index].add_rows(&rows, complete_below) {
+                    self.fail(index, error.into());
+                }
+            }
+            Command::Loaded { id, news } => {
+                if let Some(request) = self.active.iter_mut().find(|request| request.id == id) {
+                    if let Loaded::Failed { reason, .. } = &news {
+                        warn!(request = id, reason, "a chunk is not usable; it is computed anew");
+                    }
+                    request.loaded(news);
+                }
+            }
+            Command::Cancel { id, status } => {
+                let Some(index) = self.active.iter().position(|request| request.id == id) else { return };
+                match status {
+                    Some(status) => self.fail(index, status),
+                    None => {
+                        debug!(request = id, "canceled");
+                        self.active.remove(index);
+                    }
+                }
+            }
+            Command::Encode(call) => self.encodes.push_back(*call),
+            Command::Wake => {}
+        }
+    }
+
+    fn start(&mut self, request: Request, events: Events, span: Span) -> Result<u64, Error> {
+        if self.active.len() >= self.queue_limit {
+            return Err(Error::Busy(format!("{} requests in hand, the limit", self.active.len())));
+        }
+        let config = &self.model.config;
+        let token_bytes = layout(config, kvsplice_kv::Encoding::F32).token_bytes() / 4;
+        let token_bytes = token_bytes * self.model.with_decoder(|decoder| decoder.dtype().bytes());
+        let text = Text::new(&self.model.tokenizer, request.sampling.stop.clone());
+        let id = self.next_id;
+        let mut active = Active::new(id, request, events, text, config.layers, token_bytes as u64);
+        if active.kv_bytes > self.kv_budget {
+            return Err(Error::Busy(format!(
+                "the request needs {} bytes of KV, the limit is {}",
+                active.kv_bytes, self.kv_budget
+            )));
+        }
+        self.next_id += 1;
+        let wanted = Wanted {
+            chunks: active.wanted(),
+            layout: layout(config, active.request.variant.encoding),
+            variant: active.request.variant,
+            lease: active.request.lease.clone(),
+        };
+        if let (false, Some(commands)) = (wanted.chunks.is_empty(), self.commands.upgrade()) {
+            let sink = async move |news| commands.send(Command::Loaded { id, news }).await.is_ok();
+            let loading = tokio::spawn(load(self.cache.clone(), wanted, sink).instrument(span));
+            active.loads(loading.abort_handle());
+        }
+        self.active.push(active);
+        Ok(id)
+    }
+
+    /// Lets requests in while their KV fits the budget, in order of arrival.
+    fn admit(&mut self) {
+        let mut used: u64 = self.active.iter().filter(|request| request.admitted).map(|request| request.kv_bytes).sum();
+        for request in self.active.iter_mut().filter(|request| !request.admitted) {
+            if used + request.kv_bytes > self.kv_budget {
+                break;
+            }
+            used += request.kv_bytes;
+            request.admitted = true;
+        }
+        let running = self.active.iter().filter(|request| !matches!(request.stage, Stage::Waiting)).count() as u32;
+        self.load.running.store(running, Ordering::Relaxed);
+        self.load.queued.store(self.active.len() as u32 - running, Ordering::Relaxed);
+        self.load.kv_bytes.store(used, Ordering::Relaxed);
+    }
+
+    fn fail(&mut self, index: usize, status: Status) {
+        let request = self.active.remove(index);
+        warn!(request = request.id, code = ?status.code(), error = status.message(), "request failed");
+        request.tell(Err(status));
+    }
+
+    fn finish(&mut self, index: usize, finish: &str) {
+        let request = self.active.remove(index);
+        info!(request = request.id, finish, output = request.output, elapsed = ?request.age(), "request done");
+        request.tell(Ok(request.done(finish)));
+    }
+
+    async fn prefill(&mut self, index: usize) {
+        let shared = self.active.iter().any(|request| matches!(request.stage, Stage::Decode(_)));
+        let rows = if shared { SHARED_SLICE_ROWS } else { SLICE_ROWS };
+        let active = &mut self.active[index];
+        let layer = match &active.stage {
+            Stage::Prefill(prefill) => prefill.layer(),
+            _ => 0,
+        };
+        let begin = matches!(active.stage, Stage::Waiting).then(|| active.begin());
+        let starts = match &active.stage {
+            Stage::Prefill(prefill) => prefill.starts_layer(),
+            _ => true,
+        };
+        let stored = if starts { active.take_layer(layer) } else { Vec::new() };
+        let stage = std::mem::replace(&mut active.stage, Stage::Busy);
+        let request = begin.is_some().then(|| active.request.clone());
+        let (model, targets) = (self.model.clone(), active.request.targets.clone());
+        let mut sampler = Sampler::new(active.request.sampling.clone());
+        let wants_token = active.request.sampling.max_tokens > 0;
+        let outcome = self.compute.run(move || {
+            model.with_decoder(|decoder| -> Result<Computed, kvsplice_model::Error> {
+                let mut prefill = match (stage, begin, request) {
+                    (Stage::Prefill(prefill), ..) => prefill,
+                    (_, Some((slots, placed)), Some(request)) => {
+                        Box::new(Prefill::new(decoder, &request, slots, &placed)?)
+                    }
+                    _ => return Err(kvsplice_model::Error::Argument("a prefill without a beginning".to_owned())),
+                };
+                let (hidden, cache) = match prefill.advance(decoder, &stored, rows)? {
+                    Step::More => return Ok(Computed::More(prefill)),
+                    Step::Done(hidden, cache) => (hidden, cache),
+                };
+                if !targets.is_empty() {
+                    let (logprobs, argmax_ids) = score(decoder, &hidden, &targets)?;
+                    return Ok(Computed::Scores(Event::Scores { logprobs, argmax_ids }));
+                }
+                let logits = numbers(&decoder.logits(&hidden)?)?;
+                let token = if wants_token { Some(sampler.next(&logits)?) } else { None };
+                Ok(Computed::First { logits, token, cache, sampler })
+            })
+        });
+        match outcome.await {
+            Ok(Ok(Computed::More(prefill))) => self.active[index].stage = Stage::Prefill(prefill),
+            Ok(Ok(Computed::Scores(scores))) => {
+                let active = &mut self.active[index];
+                active.timeline.rows_end = Some(active.request.now_ms());
+                active.tell(Ok(scores));
+                self.finish(index, "length");
+            }
+            Ok(Ok(Computed::First { logits, token, cache, sampler })) => {
+                let active = &mut self.active[index];
+                active.timeline.rows_end = Some(active.request.now_ms());
+                if active.request.want_logits {
+                    active.tell(Ok(Event::Logits(logits)));
+                }
+                match token {
+                    None => self.finish(index, "length"),
+                    Some(token) => {
+                        let slot = active.request.tokens();
+                        active.stage = Stage::Decode(Box::new(Sequence { cache, sampler, token, slot }));
+                        self.accept(index, token);
+                    }
+                }
+            }
+            Ok(Err(error)) | Err(error) => self.fail(index, Error::Model(error).into()),
+        }
+    }
+
+    /// One token for every generating request.
+    async fn decode(&mut self) {
+        let (mut ids, mut sequences) = (Vec::new(), Vec::new());
+        for request in &mut self.active {
+            match std::mem::replace(&mut request.stage, Stage::Busy) {
+                Stage::Decode(sequence) => {
+                    ids.push(request.id);
+                    sequences.push(*sequence);
+                }
+                other => request.stage = other,
+            }
+        }
+        let model = self.model.clone();
+        let outcome = self.compute.run(move || {
+            let drawn = model.with_decoder(|decoder| step(decoder, &mut sequences));
+            drawn.map(|drawn| (drawn, sequences))
+        });
+        match outcome.await {
+            Ok(Ok((drawn, sequences))) => {
+                for ((id, drawn), sequence) in ids.into_iter().zip(drawn).zip(sequences) {
+                    let Some(index) = self.active.iter().position(|request| request.id == id) else { continue };
+                    match drawn {
+                        Ok(token) => {
+                            self.active[index].stage = Stage::Decode(Box::new(sequence));
+                            self.accept(index, token);
+                        }
+                        Err(error) => self.fail(index, Error::Model(error).into()),
+                    }
+                }
+            }
+            Ok(Err(error)) | Err(error) => {
+                let status = Status::from(Error::Model(error));
+                for id in ids {
+                    if let Some(index) = self.active.iter().position(|request| request.id == id) {
+                        self.fail(index, status.clone());
+                    }
+                }
+            }
+        }
+    }
+
+    /// Takes in a drawn token: text for the caller, or the end.
+    fn accept(&mut self, index: usize, token: u32) {
+        let active = &mut self.active[index];
+        let now = active.request.now_ms();
+        active.timeline.first_token.get_or_insert(now);
+        if self.model.config.eos.contains(&token) && !active.request.sampling.ignore_eos {
+            self.end(index, "eos");
+            return;
+        }
+        let added = match active.text.push(token) {
+            Ok(added) => added,
+            Err(error) => return self.fail(index, Error::Model(error).into()),
+        };
+        active.output += 1;
+        active.tell(Ok(Event::Token(kvsplice_proto::v1::Token { id: token, text: added.text, at_ms: now })));
+        if added.stopped {
+            self.finish(index, "stop");
+        } else if active.output >= active.request.sampling.max_tokens {
+            self.end(index, "length");
+        }
+    }
+
+    /// Ends output for another reason than a stop string: text that was held back comes out.
+    fn end(&mut self, index: usize, finish: &str) {
+        let active = &mut self.active[index];
+        let rest = active.text.finish();
+        if !rest.is_empty() {
+            let at_ms = active.request.now_ms();
+            // No new token: the id repeats the one whose text was held back.
+            let id = match &active.stage {
+                Stage::Decode(sequence) => sequence.token,
+                _ => 0,
+            };
+            active.tell(Ok(Event::Token(kvsplice_proto::v1::Token { id, text: rest, at_ms })));
+        }
+        self.finish(index, finish);
+    }
+
+    async fn repair(&mut self, index: usize) {
+        let Some((part, pass)) = self.active[index].take_repair() else { return };
+        let (model, prefixes) = (self.model.clone(), self.prefixes.clone());
+        let outcome = self.compute.run(move || model.with_decoder(|decoder| pass.advance(decoder, &prefixes)));
+        match outcome.await {
+            Ok(Ok(Encoded::More(pass))) => self.active[index].repair = Some((part, Some(pass))),
+            Ok(Ok(Encoded::Done(mut encoded))) => {
+                let active = &mut self.active[index];
+                let (Some(kv), Some(key)) = (encoded.pop(), active.request.parts[part].key.clone()) else { return };
+                active.repaired(part, &kv);
+                let (cache, variant, dtype) = (self.cache.clone(), active.request.variant, self.dtype());
+                tokio::spawn(async move {
+                    if let Err(status) = store(&cache, &key, variant, dtype, kv).await {
+                        warn!(chunk = %key.id().short(), error = status.message(), "a repaired chunk is not stored");
+                    }
+                });
+            }
+            Ok(Err(error)) | Err(error) => self.fail(index, Error::Model(error).into()),
+        }
+    }
+
+    async fn encode(&mut self) {
+        let Some(mut call) = self.encodes.pop_front() else { return };
+        let Some((chunks, pass)) = call.running.take() else { return };
+        let (model, prefixes) = (self.model.clone(), self.prefixes.clone());
+        let outcome = self.compute.run(move || model.with_decoder(|decoder| pass.advance(decoder, &prefixes)));
+        match outcome.await {
+            Ok(Ok(Encoded::More(pass))) => {
+                call.running = Some((chunks, pass));
+                self.encodes.push_front(call);
+            }
+            Ok(Ok(Encoded::Done(encoded))) => {
+                let permit = Arc::clone(&self.storing).try_acquire_owned();
+                let (cache, variant, dtype) = (self.cache.clone(), call.variant, self.dtype());
+                let (events, commands) = (call.events.clone(), self.commands.clone());
+                tokio::spawn(async move {
+                    for (chunk, kv) in chunks.into_iter().zip(encoded) {
+                        let stored = store(&cache, &chunk.key, variant, dtype, kv).await;
+                        let failed = stored.is_err();
+                        if events.send(stored).await.is_err() || failed {
+                            break;
+                        }
+                    }
+                    drop(permit);
+                    if let Some(commands) = commands.upgrade() {
+                        drop(commands.send(Command::Wake).await);
+                    }
+                });
+                if !call.waiting.is_empty() {
+                    // Calls take turns, batch by batch.
+                    self.encodes.push_back(call);
+                }
+            }
+            Ok(Err(error)) | Err(error) => drop(call.events.try_send(Err(Error::Model(error).into()))),
+        }
+    }
+
+    fn dtype(&self) -> kvsplice_model::Dtype {
+        self.model.with_decoder(|decoder| decoder.dtype())
+    }
+}
+
+/// What a prefill unit led to.
+enum Computed {
+    More(Box<Prefill>),
+    Scores(Event),
+    First { logits: Vec<f32>, token: Option<u32>, cache: kvsplice_model::cache::KvCache, sampler: Sampler },
+}
