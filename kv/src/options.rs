@@ -126,7 +126,7 @@ impl FromStr for Group {
             let (window, threshold) = text.split_once(',')?;
             Some(Self { window: window.trim().parse().ok()?, threshold: threshold.trim().parse().ok()? })
         };
-        parse().filter(|group| group.valid()).ok_or_else(|| Error::OutOfRange {
+        parse().filter(|group| *group != Self::NONE && group.valid()).ok_or_else(|| Error::OutOfRange {
             what: "group",
             expected: "none or WINDOW,THRESHOLD with 1 ≤ threshold ≤ window ≤ 256",
             got: text.to_owned(),
