@@ -34,7 +34,7 @@ pub(crate) enum Command {
     /// Run the cache service, or look into one
     #[cfg(any(feature = "cache", feature = "client"))]
     #[command(after_help = "Examples:\n  kvsplice cache --object-store file:///srv/kv\n  kvsplice cache stats")]
-    Cache(CacheFlags),
+    Cache(Box<CacheFlags>),
     /// Download and list models
     Models(models::Args),
     /// Check CPU, libraries, models, ports and the store
@@ -106,6 +106,7 @@ impl Command {
             Command::Worker(flags) => serve::run(flags, &[Role::Worker]).await,
             #[cfg(any(feature = "cache", feature = "client"))]
             Command::Cache(flags) => {
+                let flags = *flags;
                 #[cfg(feature = "client")]
                 if let Some(look) = flags.look {
                     return crate::store::run(look).await;
