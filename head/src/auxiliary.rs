@@ -10,11 +10,11 @@ use kvsplice_kv::{ChunkId, ChunkKey, KvLayout, ModelDigest, Variant, object};
 use kvsplice_model::auxiliary::ChunkKv;
 use kvsplice_model::{Compute, Model};
 use kvsplice_proto::cache::CacheClient;
-use kvsplice_proto::v1;
 use quick_cache::sync::Cache;
 use quick_cache::{OptionsBuilder, Weighter};
 use tracing::{debug, warn};
 
+use crate::corpus::blocking;
 use crate::fetch::fetch;
 use crate::score::Engine;
 use crate::{Config, Error};
@@ -203,22 +203,12 @@ impl Auxiliary {
         Ok(computed)
     }
 
-    async fn put(&self, prefix: &[u32], chunk: &Wanted, kv: &ChunkKv) -> Result<(), Error> {
+    async fn put(&self, prefix: &[u32], chunk: &Wanted, kv: &Arc<ChunkKv>) -> Result<(), Error> {
         let key = ChunkKey::new(self.digest, prefix, &chunk.ids, &self.owner);
-        let bytes = object::write(&key, &kv.layout, self.variant(), kv.tokens, &self.compute_dtype, kv.layers.iter())?;
-        let put = self.cache.put_chunk(chunk.id, self.variant(), bytes.into()).await;
-        put.map_err(Error::cache("store auxiliary KV"))?;
+        let (kv, variant, dtype) = (Arc::clone(kv), self.variant(), self.compute_dtype.clone());
+        let write = move || object::write(&key, &kv.layout, variant, kv.tokens, &dtype, kv.layers.iter());
+        let bytes = blocking("write auxiliary KV", write).await??;
+        self.cache.put_chunk(chunk.id, variant, bytes.into()).await.map_err(Error::cache("store auxiliary KV"))?;
         Ok(())
-    }
-
-    /// The `Want` for chunks of this model.
-    pub(crate) fn want(ids: impl Iterator<Item = ChunkId>, variant: Variant) -> v1::Want {
-        v1::Want {
-            chunks: ids.map(|id| id.to_string()).collect(),
-            variant: variant.to_string(),
-            layers: Vec::new(),
-            kv_heads: Vec::new(),
-            lease: String::new(),
-        }
     }
 }

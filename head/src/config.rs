@@ -74,6 +74,11 @@ impl Config {
         if self.system_prompt.trim().is_empty() {
             return bad("system_prompt", "must not be empty".into());
         }
+        for (field, spec) in [("primary", &self.primary), ("auxiliary", &self.auxiliary)] {
+            if let Err(error) = spec.validate() {
+                return bad(field, error.to_string());
+            }
+        }
         let positive = [
             ("max_in_flight", self.max_in_flight as u64),
             ("deadline_s", self.deadline_s),

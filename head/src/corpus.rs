@@ -181,9 +181,13 @@ impl Corpora {
         for (number, key) in keys.iter().enumerate() {
             match self.cache.get_record(key).await.map_err(Error::cache("read a document"))? {
                 Some(json) => {
-                    let page: Document = record::parse(key, &json)?;
-                    check_document(key, &page)?;
-                    pages.push(page);
+                    let key = key.clone();
+                    let page = blocking("read a document", move || {
+                        let page: Document = record::parse(&key, &json)?;
+                        check_document(&key, &page)?;
+                        Ok::<_, Error>(page)
+                    });
+                    pages.push(page.await??);
                 }
                 // Removed since it was listed.
                 None if number == 0 => return Ok(None),

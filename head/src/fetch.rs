@@ -11,7 +11,7 @@ use kvsplice_proto::v1::frame::Part;
 use tonic::Status;
 use tracing::warn;
 
-use crate::auxiliary::{Auxiliary, Wanted};
+use crate::auxiliary::Wanted;
 
 /// Reads the KV of `wanted` (no repeats) from the cache service; none where it is missing or damaged.
 pub(crate) async fn fetch(
@@ -20,7 +20,11 @@ pub(crate) async fn fetch(
     layout: KvLayout,
     variant: Variant,
 ) -> Result<Vec<Option<ChunkKv>>, Status> {
-    let want = Auxiliary::want(wanted.iter().map(|chunk| chunk.id), variant);
+    let want = v1::Want {
+        chunks: wanted.iter().map(|chunk| chunk.id.to_string()).collect(),
+        variant: variant.to_string(),
+        ..v1::Want::default()
+    };
     let (_control, mut frames) = cache.get_chunks(want).await?;
     let mut chunks: Vec<Assembly> =
         wanted.iter().map(|chunk| Assembly::new(layout, u32::try_from(chunk.ids.len()).unwrap_or(0))).collect();

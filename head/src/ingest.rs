@@ -36,11 +36,7 @@ pub(crate) type Events = mpsc::Sender<Result<v1::IngestEvent, Status>>;
 
 /// Ingests everything that the caller sends, until it goes away.
 pub(crate) async fn ingest(head: Arc<Head>, requests: Streaming<v1::IngestRequest>, events: Events) {
-    let outcome = tokio::select! {
-        outcome = run(&head, requests, &events) => outcome,
-        () = events.closed() => return,
-    };
-    if let Err(error) = outcome {
+    if let Err(error) = run(&head, requests, &events).await {
         let _caller_gone = events.send(Err(error.into())).await;
     }
 }
@@ -50,7 +46,10 @@ async fn run(head: &Arc<Head>, mut requests: Streaming<v1::IngestRequest>, event
         return Err(Error::invalid("first message", "must be start"));
     };
     let mut ingest = Ingest::open(head, start, events).await?;
-    let outcome = ingest.take_all(&mut requests).await;
+    let outcome = tokio::select! {
+        outcome = ingest.take_all(&mut requests) => outcome,
+        () = events.closed() => Err(gone()),
+    };
     // What is written is announced even when something went wrong later.
     if ingest.unannounced {
         head.corpora.touch(&ingest.cutter.manifest.name).await?;
@@ -64,6 +63,10 @@ async fn run(head: &Arc<Head>, mut requests: Streaming<v1::IngestRequest>, event
 async fn next(requests: &mut Streaming<v1::IngestRequest>) -> Result<Option<Message>, Error> {
     let message = requests.message().await.map_err(|status| Error::invalid("request stream", status.message()))?;
     Ok(message.and_then(|message| message.message))
+}
+
+fn gone() -> Error {
+    Error::Task { task: "ingest", detail: "the caller went away".into() }
 }
 
 /// One run.
@@ -129,7 +132,7 @@ impl<'a> Ingest<'a> {
 
     async fn send(&self, event: Event) -> Result<(), Error> {
         let sent = self.events.send(Ok(v1::IngestEvent { event: Some(event) })).await;
-        sent.map_err(|_closed| Error::Task { task: "ingest", detail: "the caller went away".into() })
+        sent.map_err(|_closed| gone())
     }
 
     async fn store_prefixes(&self) -> Result<(), Error> {
@@ -192,7 +195,8 @@ impl<'a> Ingest<'a> {
             }
             let manifest = &self.cutter.manifest;
             let key = record::document_key(&manifest.owner, &manifest.name, &document.id);
-            for (key, json) in record::pages(&key, document)? {
+            let document = Arc::clone(document);
+            for (key, json) in blocking("write a document", move || record::pages(&key, &document)).await?? {
                 self.head.cache.put_record(&key, json).await.map_err(Error::cache("write a document"))?;
             }
             self.unannounced = true;

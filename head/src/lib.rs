@@ -1,8 +1,8 @@
 //! The head: what callers talk to. It tokenizes, scores with the auxiliary model, picks rows and hands the prompt to a
 //! worker; it ingests documents and keeps an index of corpora that it can rebuild from the store.
 //!
-//! One file a stage, in data order: [`source`] → [`plan`] → [`prepare`] → [`auxiliary`] → [`score`] → [`select`] →
-//! [`pick`] → [`generate`] → [`receipt`]. The head never holds KV of the primary model.
+//! One file a stage, in data order: `source` → `plan` → `prepare` → `auxiliary` → `score` → [`select`] → `pick` →
+//! `generate` → `receipt`. The head never holds KV of the primary model.
 #![forbid(unsafe_code)]
 
 mod answer;

@@ -146,7 +146,7 @@ fn group_runs(candidates: &[bool], group: Group) -> Vec<Range<usize>> {
     let (window, threshold) = (group.window as usize, group.threshold as usize);
     if tokens < window {
         let enough = tokens > 0 && count(0..tokens) >= (threshold * tokens).div_ceil(window);
-        return if enough { vec![0..tokens] } else { Vec::new() };
+        return enough.then_some(0..tokens).into_iter().collect();
     }
     let mut runs: Vec<Range<usize>> = Vec::new();
     for start in (0..=tokens - window).filter(|&start| candidates[start]) {
@@ -185,24 +185,27 @@ mod tests {
         Options { ratio, budget, group, ..Options::default() }
     }
 
+    fn runs(candidates: &str, window: u32, threshold: u32) -> Vec<(usize, usize)> {
+        let candidates: Vec<bool> = candidates.bytes().map(|byte| byte == b'x').collect();
+        let runs = group_runs(&candidates, Group { window, threshold });
+        runs.into_iter().map(|run| (run.start, run.end)).collect()
+    }
+
     #[test]
     fn a_window_starts_at_a_candidate_and_stays_in_its_chunk() {
-        let group = Group { window: 4, threshold: 2 };
-        let flags = |text: &str| text.bytes().map(|byte| byte == b'x').collect::<Vec<_>>();
-        assert_eq!(group_runs(&flags("x..x....x."), group), [0..4]);
-        assert_eq!(group_runs(&flags(".xx.......x"), group), [1..5]);
-        assert_eq!(group_runs(&flags("xx.xx...."), group), [0..7]);
-        // The last two positions never start a window, but may be covered.
-        assert_eq!(group_runs(&flags("......xx"), group), Vec::<Range<usize>>::new());
-        assert_eq!(group_runs(&flags("....x..x"), group), [4..8]);
+        assert_eq!(runs("x..x....x.", 4, 2), [(0, 4)]);
+        assert_eq!(runs(".xx.......x", 4, 2), [(1, 5)]);
+        assert_eq!(runs("xx.xx....", 4, 2), [(0, 7)]);
+        // The last positions never start a window, but may be covered.
+        assert!(runs("......xx", 4, 2).is_empty());
+        assert_eq!(runs("....x..x", 4, 2), [(4, 8)]);
     }
 
     #[test]
     fn a_short_chunk_is_one_window_with_a_threshold_in_proportion() {
-        let group = Group { window: 8, threshold: 5 };
-        assert_eq!(group_runs(&[false, true, true], group), [0..3]); // ceil(5·3/8) = 2
-        assert!(group_runs(&[false, true, false], group).is_empty());
-        assert!(group_runs(&[], group).is_empty());
+        assert_eq!(runs(".xx", 8, 5), [(0, 3)]); // ceil(5·3/8) = 2
+        assert!(runs(".x.", 8, 5).is_empty());
+        assert!(runs("", 8, 5).is_empty());
     }
 
     #[test]

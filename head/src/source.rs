@@ -1,11 +1,14 @@
 //! The prompt of a request → its chunks and frame, looked up but not tokenized.
 
+use std::sync::Arc;
+
 use kvsplice_kv::record::DEFAULT_PREFIX;
 use kvsplice_proto::convert::required;
 use kvsplice_proto::v1;
 use kvsplice_proto::v1::prompt::Source as Wire;
 
 use crate::Error;
+use crate::corpus::blocking;
 use crate::head::Head;
 use crate::plan::{OnMiss, Source, SourceChunk, SourceFrame};
 
@@ -42,7 +45,8 @@ async fn from_corpus(head: &Head, source: v1::CorpusSource, question: String) ->
     let index = head.corpora.get(&source.corpus).await?;
     let chunks = if source.chunks.is_empty() {
         let count = if source.top_k == 0 { DEFAULT_TOP_K } else { source.top_k };
-        index.best(&question, usize::try_from(count).unwrap_or(usize::MAX))
+        let (ranked, question) = (Arc::clone(&index), question.clone());
+        blocking("rank chunks", move || ranked.best(&question, usize::try_from(count).unwrap_or(usize::MAX))).await?
     } else {
         let find = |index: &crate::corpus::Index| source.chunks.iter().map(|name| index.find(name)).collect();
         let found: Result<Vec<_>, Error> = find(&index);
