@@ -103,8 +103,6 @@ impl Planner<'_> {
             return Err(Error::invalid("question", "must have at least one token"));
         }
         let auxiliary = if with_auxiliary { frame(self.auxiliary, &source.frame)? } else { Frame::default() };
-        // `direct` without a shared prefix reuses chunks that were encoded behind nothing.
-        let behind: &[u32] = if options.shared_prefix { &primary.prefix } else { &[] };
         let mut chunks = Vec::with_capacity(source.chunks.len());
         for (index, chunk) in source.chunks.into_iter().enumerate() {
             let (primary_tokens, auxiliary_tokens) = match chunk {
@@ -121,6 +119,7 @@ impl Planner<'_> {
                 let rest = auxiliary.prefix.len() + auxiliary.question.len();
                 check_context(self.auxiliary, (rest + auxiliary_tokens.ids.len()) as u64, 0)?;
             }
+            let behind: &[u32] = if behind_prefix(&options, index) { &primary.prefix } else { &[] };
             chunks.push(PlannedChunk {
                 id: self.key(self.primary.digest, behind, &primary_tokens.ids).id(),
                 auxiliary_id: self.key(self.auxiliary.digest, &auxiliary.prefix, &auxiliary_tokens.ids).id(),
@@ -168,10 +167,22 @@ impl PromptPlan {
         self.chunk_starts.get(index).copied().unwrap_or(self.prompt_tokens)
     }
 
-    /// Whether the KV of chunk `index`, as encoded, equals what full attention computes at its place.
-    pub(crate) fn exact(&self, index: usize) -> bool {
-        index == 0 && self.options.shared_prefix
+    /// Whether the KV of chunk `index` was computed behind the prefix.
+    pub(crate) fn behind_prefix(&self, index: usize) -> bool {
+        behind_prefix(&self.options, index)
     }
+
+    /// Whether the KV of chunk `index`, as encoded, equals what full attention computes at its place: the first chunk
+    /// stands behind its own prefix in every strategy.
+    pub(crate) fn exact(&self, index: usize) -> bool {
+        index == 0
+    }
+}
+
+/// `direct` without a shared prefix reuses chunks that were encoded behind nothing, except the first one, which the
+/// prompt itself puts behind the prefix.
+fn behind_prefix(options: &Options, index: usize) -> bool {
+    options.shared_prefix || index == 0
 }
 
 fn frame(model: &TextModel, frame: &SourceFrame) -> Result<Frame, Error> {

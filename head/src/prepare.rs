@@ -124,23 +124,28 @@ async fn look_up(head: &Head, plan: &PromptPlan, deadline: Duration) -> Result<R
 
 /// Encodes both models' KV of the plan's chunks, as far as it is not there.
 async fn store(head: &Head, plan: &PromptPlan) -> Result<(), Error> {
-    let behind = if plan.options.shared_prefix { plan.primary.prefix.clone() } else { Vec::new() };
-    let chunks = &plan.chunks;
     let wanted = |id, ids: &[u32]| Wanted { id, ids: ids.to_vec() };
     if !plan.primary.prefix.is_empty() {
         encode::prefix(head, plan.prefix_id, &plan.primary.prefix, plan.encoding).await?;
     }
-    encode::batch(
-        head,
-        Batch {
-            primary_prefix: behind,
-            primary: chunks.iter().map(|chunk| wanted(chunk.id, &chunk.primary.ids)).collect(),
-            auxiliary_prefix: plan.auxiliary.prefix.clone(),
-            auxiliary: chunks.iter().map(|chunk| wanted(chunk.auxiliary_id, &chunk.auxiliary.ids)).collect(),
-            encoding: plan.encoding,
-        },
-    )
-    .await?;
+    let indexed = || plan.chunks.iter().enumerate();
+    let auxiliary = plan.chunks.iter().map(|chunk| wanted(chunk.auxiliary_id, &chunk.auxiliary.ids)).collect();
+    let of_primary = |behind: bool| -> Vec<Wanted> {
+        let chunks = indexed().filter(|(index, _)| plan.behind_prefix(*index) == behind);
+        chunks.map(|(_, chunk)| wanted(chunk.id, &chunk.primary.ids)).collect()
+    };
+    let batch = |primary_prefix: &[u32], primary, auxiliary| Batch {
+        primary_prefix: primary_prefix.to_vec(),
+        primary,
+        auxiliary_prefix: plan.auxiliary.prefix.clone(),
+        auxiliary,
+        encoding: plan.encoding,
+    };
+    encode::batch(head, batch(&plan.primary.prefix, of_primary(true), auxiliary)).await?;
+    let alone = of_primary(false);
+    if !alone.is_empty() {
+        encode::batch(head, batch(&[], alone, Vec::new())).await?;
+    }
     Ok(())
 }
 
@@ -174,7 +179,7 @@ impl Prepared {
     fn parts(&self) -> Vec<v1::Part> {
         let plan = &self.plan;
         let prefix_tokens = plan.first_slot(0);
-        let mut parts = vec![v1::Part {
+        let prefix = v1::Part {
             kind: Kind::Prefix.into(),
             token_ids: plan.primary.prefix.clone(),
             first_slot: 0,
@@ -183,17 +188,18 @@ impl Prepared {
             first_position: 0,
             fresh_reason: String::new(),
             exact: true,
-        }];
+        };
+        let mut parts = if plan.primary.prefix.is_empty() { Vec::new() } else { vec![prefix] };
         for (index, (chunk, fresh)) in plan.chunks.iter().zip(&self.fresh).enumerate() {
             let first_slot = plan.first_slot(index);
-            let as_encoded = if plan.options.shared_prefix { prefix_tokens } else { 0 };
+            let as_encoded = if plan.behind_prefix(index) { prefix_tokens } else { 0 };
             let stays = !plan.options.renumber && fresh.is_none();
             parts.push(v1::Part {
                 kind: Kind::Chunk.into(),
                 token_ids: chunk.primary.ids.clone(),
                 first_slot,
                 chunk: if fresh.is_some() { String::new() } else { chunk.id.to_string() },
-                behind_prefix: plan.options.shared_prefix,
+                behind_prefix: plan.behind_prefix(index),
                 first_position: if stays { as_encoded } else { first_slot },
                 fresh_reason: fresh.clone().unwrap_or_default(),
                 exact: fresh.is_none() && plan.exact(index),
