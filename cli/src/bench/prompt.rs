@@ -108,6 +108,35 @@ const WORDS: &[&str] = &[
     "education",
 ];
 
+/// Words that vocabularies cut differently: with them the counts of two models meet.
+const RARE: &[&str] = &[
+    "lighthouses",
+    "tokenizer",
+    "harbormaster",
+    "cartographer",
+    "ferries",
+    "glassblower",
+    "quay",
+    "dataset",
+    "foobar",
+    "Javascript",
+    "observatory",
+    "apothecary",
+    "stdin",
+    "photosynthesis",
+    "chrysanthemum",
+    "wetlands",
+    "millwright",
+    "hydrothermal",
+    "beekeeper",
+    "mitochondria",
+    "boolean",
+    "sourdough",
+    "astronomers",
+    "thermodynamics",
+    "cyanobacteria",
+];
+
 /// A small seeded generator (splitmix64); figures must be repeatable, not secret.
 pub(super) struct Random(pub(super) u64);
 
@@ -119,6 +148,10 @@ impl Random {
         mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         ((mixed ^ (mixed >> 31)) % bound.max(1) as u64) as usize
+    }
+
+    fn rare(&mut self) -> &'static str {
+        RARE.get(self.below(RARE.len())).copied().unwrap_or("quay")
     }
 
     fn word(&mut self) -> &'static str {
@@ -186,8 +219,9 @@ pub(super) fn question(
         Ok(model.tokenizer.encode_special(&parts.question)?.len())
     };
     let mut random = Random(seed);
-    for _ in 0..256 {
+    for attempt in 0..1024 {
         let mut words = vec!["What"];
+        words.extend((0..attempt % 8).map(|_| random.rare()));
         while words.len() < tokens {
             words.push(random.word());
             let text = words.join(" ");
