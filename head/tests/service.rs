@@ -153,7 +153,9 @@ async fn full_and_direct_need_no_scores_and_direct_can_keep_its_positions() {
     let direct = receipt(&world.generate(alone).await.unwrap());
     assert_eq!((direct.effective, direct.ratio_charged), (Strategy::Direct, 0.0));
     let parts = world.asked.lock().unwrap().last().unwrap().start.parts.clone();
-    let chunks = &parts[1..parts.len() - 1];
+    let first = &parts[1];
+    assert!(first.behind_prefix && first.exact && first.first_position == first.first_slot);
+    let chunks = &parts[2..parts.len() - 1];
     assert!(chunks.iter().all(|part| part.first_position == 0 && !part.behind_prefix && !part.exact));
     assert_eq!(parts.last().unwrap().first_position, parts.last().unwrap().first_slot);
 }
