@@ -173,6 +173,20 @@ async fn a_single_chunk_is_exact_and_nothing_is_selected() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_raw_prompt_without_a_prefix_has_no_prefix_part() {
+    let world = World::start(Peers::default()).await;
+    let chunks = vec!["The mill grinds rye.\n".to_owned(); 2];
+    let raw = v1::RawSource { prefix: String::new(), chunks, store: true };
+    let receipt = receipt(&world.generate(request(prompt::Source::Raw(raw), "clip")).await.unwrap());
+    assert_eq!(receipt.effective, Strategy::Clip);
+    assert_eq!(receipt.chunks[0].id, receipt.chunks[1].id);
+    let parts = world.asked.lock().unwrap().last().unwrap().start.parts.clone();
+    assert_eq!(parts.len(), 3);
+    assert!(parts.iter().all(|part| !part.token_ids.is_empty()));
+    assert_eq!((parts[0].exact, parts[1].exact), (true, false));
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_replaced_or_deleted_document_takes_its_kv_along_unless_another_uses_it() {
     let world = World::start(Peers::default()).await;
     world.ingest(start("town"), &[("a", TEXT), ("b", "The mill grinds rye on Mondays.")]).await.unwrap();
