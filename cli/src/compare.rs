@@ -139,7 +139,7 @@ async fn ask_all(
                     "event": "answer",
                     "round": round,
                     "strategy": options.strategy.name(),
-                    "ratio": options.ratio,
+                    "ratio": receipt::as_typed(options.ratio),
                     "text": answer.text,
                     "ttft_ms": answer.first_token.as_secs_f64() * 1e3,
                     "receipt": receipt::json(&answer.receipt)?,

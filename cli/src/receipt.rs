@@ -31,13 +31,18 @@ impl Stages {
     }
 }
 
+/// The number as a user wrote it: 0.2, not 0.20000000298.
+pub(crate) fn as_typed(value: f32) -> f64 {
+    value.to_string().parse().unwrap_or(f64::from(value))
+}
+
 /// The receipt as JSON, its options under their wire names.
 pub(crate) fn json(receipt: &Receipt) -> anyhow::Result<Value> {
     let mut value = serde_json::to_value(receipt)?;
     let options = receipt.requested;
     value["requested"] = json!({
         "strategy": options.strategy.name(),
-        "ratio": options.ratio,
+        "ratio": as_typed(options.ratio),
         "budget": options.budget.to_string(),
         "group": options.group.to_string(),
         "softmax": options.softmax.to_string(),
