@@ -4,6 +4,9 @@
 //! knows nothing of models, chunks or requests.
 
 pub mod attention;
+mod cpu;
+mod data;
+mod parallel;
 pub mod rope;
 
 /// Why an operation was refused or failed.

@@ -1,0 +1,130 @@
+//! Ragged causal attention on slices: packs the query heads of a KV head into lanes and spreads tiles over the pool.
+
+use super::tile::{Scratch, Tile, portable};
+use crate::parallel;
+
+/// Sizes of a call.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Shape {
+    pub(crate) rows: usize,
+    pub(crate) heads: usize,
+    pub(crate) kv_heads: usize,
+    /// A multiple of 4.
+    pub(crate) head_dim: usize,
+}
+
+/// An instruction set that this CPU has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Isa {
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    Portable,
+}
+
+impl Isa {
+    /// Every instruction set that this CPU has, the widest first.
+    pub(crate) fn available() -> Vec<Self> {
+        let mut available = Vec::new();
+        #[cfg(target_arch = "x86_64")]
+        {
+            if is_x86_feature_detected!("avx512f") {
+                available.push(Isa::Avx512);
+            }
+            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+                available.push(Isa::Avx2);
+            }
+        }
+        available.push(Isa::Portable);
+        available
+    }
+
+    fn lanes(self) -> usize {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => super::tile::avx512::LANES,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => super::tile::avx2::LANES,
+            Isa::Portable => portable::LANES,
+        }
+    }
+
+    fn attend(self, tile: &Tile<'_>, scratch: &mut Scratch) {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: `available` has found AVX-512F on this CPU.
+            Isa::Avx512 => unsafe { super::tile::avx512::attend(tile, scratch) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: `available` has found AVX2 and FMA on this CPU.
+            Isa::Avx2 => unsafe { super::tile::avx2::attend(tile, scratch) },
+            Isa::Portable => portable::attend(tile, scratch),
+        }
+    }
+}
+
+/// Rows of the output that tiles write from several threads. No two tiles write the same number.
+struct Output(*mut f32);
+
+// SAFETY: tiles write disjoint numbers, and nobody reads until all are done.
+unsafe impl Sync for Output {}
+
+/// Attention of `shape.rows` rows; see [`crate::attention::ragged_causal`] for shapes. The caller has checked every
+/// length: `query` and `output` hold rows · heads · head_dim numbers, `keys` and `values` every slot up to the last one.
+pub(crate) fn ragged_causal(
+    isa: Isa,
+    shape: Shape,
+    query: &[f32],
+    keys: &[f32],
+    values: &[f32],
+    slots: &[u32],
+    output: &mut [f32],
+) {
+    let Shape { rows, heads, kv_heads, head_dim } = shape;
+    assert!(query.len() == rows * heads * head_dim && output.len() == query.len() && slots.len() == rows);
+    let (group, lanes) = (heads / kv_heads, isa.lanes());
+    let tiles = (rows * group).div_ceil(lanes);
+    let scale = std::f32::consts::LOG2_E / (head_dim as f32).sqrt();
+    let target = Output(output.as_mut_ptr());
+    let target = &target;
+    parallel::for_each(tiles * kv_heads, |index| {
+        let (tile, kv_head) = (index / kv_heads, index % kv_heads);
+        let first = tile * lanes;
+        let used = lanes.min(rows * group - first);
+        // Lane → (row, query head); lanes beyond the last one repeat it and are not written.
+        let place = |lane: usize| {
+            let lane = first + lane.min(used - 1);
+            (lane / group, kv_head * group + lane % group)
+        };
+        let mut packed = vec![0f32; head_dim * lanes];
+        let mut last_seen = vec![0i32; lanes];
+        for lane in 0..lanes {
+            let (row, head) = place(lane);
+            last_seen[lane] = slots[row] as i32;
+            let start = (row * heads + head) * head_dim;
+            for (number, value) in query[start..start + head_dim].iter().enumerate() {
+                packed[number * lanes + lane] = value * scale;
+            }
+        }
+        let mut scratch = Scratch::new(lanes, head_dim);
+        let start = kv_head * head_dim;
+        let tile = Tile {
+            query: &packed,
+            keys: &keys[start..],
+            values: &values[start..],
+            stride: kv_heads * head_dim,
+            slots: &last_seen,
+            head_dim,
+        };
+        isa.attend(&tile, &mut scratch);
+        for lane in 0..used {
+            let (row, head) = place(lane);
+            let start = (row * heads + head) * head_dim;
+            for number in 0..head_dim {
+                // SAFETY: start + number is below rows · heads · head_dim, the checked length of `output`; each
+                // (row, head) belongs to one lane of one tile.
+                unsafe { *target.0.add(start + number) = scratch.output[number * lanes + lane] };
+            }
+        }
+    });
+}

@@ -1,0 +1,4 @@
+//! CPU kernels on slices, with run-time dispatch: AVX-512, AVX2 with FMA, portable.
+
+pub(crate) mod attention;
+mod tile;
