@@ -4,16 +4,25 @@
 //! uses a fixed port, everything written lies in the test's own folder, and no process outlives its value.
 #![forbid(unsafe_code)]
 
+mod cache;
+mod client;
 mod process;
+mod prompt;
+mod store;
 mod wait;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use anyhow::{Context, Result, ensure};
 use tempfile::TempDir;
 
+pub use cache::CacheService;
+pub use client::{Answer, Answering, Client, worker_status};
 pub use process::Process;
+pub use prompt::{article, characters, greedy, inline, options, raw, request, words};
+pub use store::FaultyStore;
 pub use wait::{wait_serving, wait_until};
 
 /// The built program. Fails when it has not been built: `make test` does that first.
@@ -111,6 +120,51 @@ impl Cluster {
     }
 
     /// A folder for what a test writes; it goes with the cluster.
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+}
+
+/// A cluster that the tests of one file share for as long as one of them uses it.
+pub type Shared = Mutex<Weak<Cluster>>;
+
+/// The cluster of `slot`; started if nobody has it.
+pub fn shared(slot: &Shared, settings: &[&str]) -> Result<Arc<Cluster>> {
+    let mut held = slot.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(cluster) = held.upgrade() {
+        return Ok(cluster);
+    }
+    let cluster = Arc::new(Cluster::start(settings)?);
+    *held = Arc::downgrade(&cluster);
+    Ok(cluster)
+}
+
+/// A worker and a head as two processes, on a cache service that the test brings.
+#[derive(Debug)]
+pub struct Pair {
+    /// The head.
+    pub head: Process,
+    /// The worker.
+    pub worker: Process,
+    folder: TempDir,
+}
+
+impl Pair {
+    /// Starts the two and waits until they serve. `settings` go to both.
+    pub fn start(cache: &str, settings: &[&str]) -> Result<Self> {
+        let folder = tempfile::tempdir().context("make a folder")?;
+        let to_cache = format!("worker.cache={cache}");
+        let worker = Process::start("worker", &[&["--set", &to_cache], settings].concat(), folder.path())?;
+        let (to_cache, to_worker) = (format!("head.cache={cache}"), format!("head.worker={}", worker.address()));
+        let head =
+            Process::start("head", &[&["--set", &to_cache, "--set", &to_worker], settings].concat(), folder.path())?;
+        for process in [&worker, &head] {
+            wait_serving(process)?;
+        }
+        Ok(Self { head, worker, folder })
+    }
+
+    /// A folder for what a test writes; it goes with the pair.
     pub fn folder(&self) -> &Path {
         self.folder.path()
     }

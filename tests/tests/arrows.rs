@@ -26,7 +26,7 @@ const ARROWS: [(&str, &[&str]); 9] = [
             "kvsplice-model",
         ],
     ),
-    ("kvsplice-tests", &["kvsplice-proto", "kvsplice-kv"]),
+    ("kvsplice-tests", &["kvsplice-cache-service", "kvsplice-proto", "kvsplice-kv"]),
 ];
 
 #[test]
