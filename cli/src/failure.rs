@@ -90,6 +90,35 @@ fn kind_of(status: &Status) -> Kind {
     }
 }
 
+/// Why a role did not start. The roles' errors show a model's error as their own, so it is no cause of theirs.
+fn role_kind(cause: &(dyn std::error::Error + 'static)) -> Option<Kind> {
+    #[cfg(feature = "head")]
+    match cause.downcast_ref::<kvsplice_head::Error>() {
+        Some(kvsplice_head::Error::Config { .. }) => return Some(Kind::Usage),
+        Some(kvsplice_head::Error::Model(model)) => return Some(model_kind(model)),
+        _ => {}
+    }
+    #[cfg(feature = "worker")]
+    match cause.downcast_ref::<kvsplice_gpu_worker::Error>() {
+        Some(kvsplice_gpu_worker::Error::Config(_)) => return Some(Kind::Usage),
+        Some(kvsplice_gpu_worker::Error::Model(model)) => return Some(model_kind(model)),
+        _ => {}
+    }
+    #[cfg(feature = "cache")]
+    match cause.downcast_ref::<kvsplice_cache_service::Error>() {
+        Some(kvsplice_cache_service::Error::Config { .. }) => return Some(Kind::Usage),
+        Some(kvsplice_cache_service::Error::Open { .. }) => return Some(Kind::Unavailable),
+        _ => {}
+    }
+    #[cfg(any(feature = "head", feature = "worker"))]
+    if let Some(model) = cause.downcast_ref::<kvsplice_model::Error>() {
+        return Some(model_kind(model));
+    }
+    #[cfg(not(any(feature = "head", feature = "worker", feature = "cache")))]
+    let _no_role = cause;
+    None
+}
+
 #[cfg(any(feature = "head", feature = "worker"))]
 fn model_kind(error: &kvsplice_model::Error) -> Kind {
     use kvsplice_model::Error;
@@ -112,9 +141,8 @@ pub(crate) fn exit_code(error: &anyhow::Error) -> u8 {
         if let Some(status) = cause.downcast_ref::<Status>() {
             return kind_of(status) as u8;
         }
-        #[cfg(any(feature = "head", feature = "worker"))]
-        if let Some(model) = cause.downcast_ref::<kvsplice_model::Error>() {
-            return model_kind(model) as u8;
+        if let Some(kind) = role_kind(cause) {
+            return kind as u8;
         }
     }
     Kind::Internal as u8

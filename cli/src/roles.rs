@@ -5,11 +5,13 @@
 
 use std::fmt;
 use std::net::SocketAddr;
+use std::pin::Pin;
+use std::task::Poll;
 use std::time::Duration;
 
 use anyhow::Context;
 use tokio::net::TcpListener;
-use tokio::task::JoinSet;
+use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
@@ -61,8 +63,15 @@ pub(crate) enum Listen {
 
 /// Roles that run in this process.
 pub(crate) struct Running {
-    roles: Vec<(Role, SocketAddr, CancellationToken)>,
-    tasks: JoinSet<(Role, anyhow::Result<()>)>,
+    parts: Vec<Part>,
+}
+
+struct Part {
+    role: Role,
+    address: SocketAddr,
+    stop: CancellationToken,
+    /// Taken once it has ended.
+    task: Option<JoinHandle<anyhow::Result<()>>>,
 }
 
 /// Binds every listener, then starts the roles. Roles that start together are told each other's addresses.
@@ -83,15 +92,15 @@ pub(crate) async fn start(mut config: Config, roles: &[Role], listen: Listen) ->
     } else {
         None
     };
-    let mut running = Running { roles: Vec::new(), tasks: JoinSet::new() };
+    let mut running = Running { parts: Vec::new() };
     for (role, address, listener) in bound {
         let stop = CancellationToken::new();
         let stopped = stop.clone().cancelled_owned();
         let config = config.clone();
         #[cfg(any(feature = "head", feature = "worker"))]
         let compute = compute.clone();
-        running.tasks.spawn(async move {
-            let result = match role {
+        let task = tokio::spawn(async move {
+            match role {
                 #[cfg(feature = "head")]
                 Role::Head => match compute {
                     Some(compute) => as_result(kvsplice_head::run(config.head, compute, listener, stopped)).await,
@@ -111,10 +120,9 @@ pub(crate) async fn start(mut config: Config, roles: &[Role], listen: Listen) ->
                     drop((listener, stopped, config));
                     Err(usage(format!("this build has no {missing}; build it with --features {missing}")))
                 }
-            };
-            (role, result)
+            }
         });
-        running.roles.push((role, address, stop));
+        running.parts.push(Part { role, address, stop, task: Some(task) });
     }
     Ok(running)
 }
@@ -168,7 +176,7 @@ fn introduce(config: &mut Config, role: Role, address: SocketAddr) {
 impl Running {
     /// Every role with its address.
     pub(crate) fn addresses(&self) -> impl Iterator<Item = (Role, SocketAddr)> + '_ {
-        self.roles.iter().map(|(role, address, _)| (*role, *address))
+        self.parts.iter().map(|part| (part.role, part.address))
     }
 
     /// Waits until each role answers health checks; fails with the error of a role that ends before.
@@ -188,43 +196,45 @@ impl Running {
             ready = tokio::time::timeout(deadline, serving) => ready.map_err(|_| {
                 unavailable(format!("the roles did not come up within {} s; see the log", deadline.as_secs()))
             })?,
-            error = Self::first_end(&mut self.tasks) => Err(error),
+            error = self.ended() => Err(error),
         }
     }
 
-    /// Resolves when a role ends without being asked to.
+    /// Resolves when a role ends without being asked to. Safe to drop while it waits.
     pub(crate) async fn ended(&mut self) -> anyhow::Error {
-        Self::first_end(&mut self.tasks).await
-    }
-
-    async fn first_end(tasks: &mut JoinSet<(Role, anyhow::Result<()>)>) -> anyhow::Error {
-        match tasks.join_next().await {
-            Some(Ok((role, Err(error)))) => error.context(format!("the {role} cannot run")),
-            Some(Ok((role, Ok(())))) => anyhow::anyhow!("the {role} ended without being asked to"),
-            Some(Err(error)) => anyhow::anyhow!("a role failed: {error}"),
-            None => anyhow::anyhow!("every role has ended"),
+        let (role, result) = std::future::poll_fn(|cx| {
+            for part in &mut self.parts {
+                if let Some(task) = &mut part.task
+                    && let Poll::Ready(result) = Pin::new(task).poll(cx)
+                {
+                    part.task = None;
+                    return Poll::Ready((part.role, result));
+                }
+            }
+            Poll::Pending
+        })
+        .await;
+        match result {
+            Ok(Err(error)) => error.context(format!("the {role} cannot run")),
+            Ok(Ok(())) => anyhow::anyhow!("the {role} ended without being asked to"),
+            Err(error) => anyhow::anyhow!("the {role} failed: {error}"),
         }
     }
 
     /// Stops one role after the other; each finishes what it runs within its grace time.
     pub(crate) async fn stop(mut self) -> anyhow::Result<()> {
         let mut failed = None;
-        let mut ended = Vec::new();
-        self.roles.sort_by_key(|(role, ..)| Role::ALL.iter().position(|known| known == role));
-        for (role, _, stop) in &self.roles {
+        self.parts.sort_by_key(|part| Role::ALL.iter().position(|known| *known == part.role));
+        for Part { role, stop, task, .. } in self.parts {
             stop.cancel();
-            while !ended.contains(role) {
-                match self.tasks.join_next().await {
-                    Some(Ok((role, result))) => {
-                        ended.push(role);
-                        if let Err(error) = result {
-                            failed.get_or_insert(error.context(format!("stop the {role}")));
-                        }
-                    }
-                    Some(Err(error)) => {
-                        failed.get_or_insert(anyhow::anyhow!("a role failed: {error}"));
-                    }
-                    None => break,
+            let Some(task) = task else { continue };
+            match task.await {
+                Ok(Ok(())) => {}
+                Ok(Err(error)) => {
+                    failed.get_or_insert(error.context(format!("stop the {role}")));
+                }
+                Err(error) => {
+                    failed.get_or_insert(anyhow::anyhow!("the {role} failed: {error}"));
                 }
             }
         }
