@@ -24,6 +24,11 @@ struct Gguf {
     pairs: bool,
 }
 
+/// What candle says, without the backtrace that it appends when RUST_BACKTRACE is set.
+fn said(error: &candle_core::Error) -> String {
+    error.to_string().lines().next().unwrap_or_default().to_owned()
+}
+
 /// Opens a file and reads all but the weights.
 pub(crate) fn open(path: &Path) -> Result<Opened, Error> {
     let shown = path.display().to_string();
@@ -32,7 +37,7 @@ pub(crate) fn open(path: &Path) -> Result<Opened, Error> {
     // A hostile file may ask the reader for absurd sizes, which panics.
     let content = catch_unwind(AssertUnwindSafe(|| Content::read(&mut reader)))
         .map_err(|_| Error::Format { path: shown.clone(), what: "absurd sizes in the header".to_owned() })?
-        .map_err(|error| Error::Format { path: shown.clone(), what: format!("not a readable GGUF file: {error}") })?;
+        .map_err(|error| Error::Format { path: shown.clone(), what: format!("not a readable GGUF file: {}", said(&error)) })?;
     let meta = Metadata { path: &shown, content: &content };
     let architecture = meta.text("general.architecture")?;
     let pairs = match architecture.as_str() {
@@ -65,7 +70,7 @@ impl Metadata<'_> {
     }
 
     fn text(&self, key: &str) -> Result<String, Error> {
-        self.get(key)?.to_string().cloned().map_err(|error| self.format(format!("metadata {key}: {error}")))
+        self.get(key)?.to_string().cloned().map_err(|error| self.format(format!("metadata {key}: {}", said(&error))))
     }
 
     fn number(&self, key: &str) -> Result<u32, Error> {
@@ -85,9 +90,9 @@ impl Metadata<'_> {
     }
 
     fn texts(&self, key: &str) -> Result<Vec<String>, Error> {
-        let values = self.get(key)?.to_vec().map_err(|error| self.format(format!("metadata {key}: {error}")))?;
+        let values = self.get(key)?.to_vec().map_err(|error| self.format(format!("metadata {key}: {}", said(&error))))?;
         let texts: Result<Vec<_>, _> = values.iter().map(|value| value.to_string().cloned()).collect();
-        texts.map_err(|error| self.format(format!("metadata {key}: {error}")))
+        texts.map_err(|error| self.format(format!("metadata {key}: {}", said(&error))))
     }
 
     fn config(&self, architecture: &str) -> Result<Config, Error> {
@@ -214,8 +219,7 @@ impl Gguf {
             Ok((tensor.dims().to_vec(), tensor.flatten_all()?.to_vec1::<f32>()?))
         };
         let (shape, numbers) = read().map_err(|error| {
-            let shown = error.to_string();
-            let line = shown.lines().next().unwrap_or_default();
+            let line = said(&error);
             Error::Format {
                 path: self.path.clone(),
                 what: format!("tensor {name} cannot be read ({line}); is the file whole?"),
