@@ -5,8 +5,7 @@ use std::path::PathBuf;
 use prost::Message;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let files =
-        ["common", "cache", "worker", "head"].map(|name| format!("proto/kvsplice/v1/{name}.proto"));
+    let files = ["common", "cache", "worker", "head"].map(|name| format!("proto/kvsplice/v1/{name}.proto"));
     println!("cargo:rerun-if-changed=proto");
     let descriptors = protox::compile(files, ["proto"])?;
     let out = PathBuf::from(std::env::var("OUT_DIR")?);

@@ -1,6 +1,6 @@
 //! `--dump DIR`: what a request computed, as `request.safetensors` for any Python user.
 //!
-//! token_ids i64[T], chunk_starts i64[n+1], rows i64[R], scores f32[N], aux_scores f32[N_aux], logits f32[V].
+//! `token_ids i64[T]`, `chunk_starts i64[n+1]`, `rows i64[R]`, `scores f32[N]`, `aux_scores f32[N_aux]`, `logits f32[V]`.
 
 use std::path::Path;
 

@@ -14,6 +14,7 @@ pub(crate) enum Kind {
     /// Everything else.
     Internal = 70,
     /// Ctrl-C.
+    #[cfg(feature = "client")]
     Interrupted = 130,
 }
 

@@ -1,6 +1,7 @@
 //! Flags that several commands share.
 
 use std::path::PathBuf;
+#[cfg(feature = "client")]
 use std::time::Duration;
 
 use clap::Args;
@@ -97,6 +98,7 @@ fn utf8((name, value): (std::ffi::OsString, std::ffi::OsString)) -> Option<(Stri
 }
 
 /// Which server a command talks to.
+#[cfg(feature = "client")]
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Server")]
 pub(crate) struct ServerFlags {
@@ -108,6 +110,7 @@ pub(crate) struct ServerFlags {
     timeout: u64,
 }
 
+#[cfg(feature = "client")]
 impl ServerFlags {
     /// No server: the roles run inside the command.
     #[cfg(all(feature = "client", feature = "head", feature = "worker", feature = "cache"))]

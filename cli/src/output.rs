@@ -1,7 +1,9 @@
 //! Lines on stdout and notes on stderr. Colors only on a terminal; a closed pipe is an error, not a panic.
 
 use std::fmt::Display;
-use std::io::{IsTerminal, Write};
+#[cfg(feature = "client")]
+use std::io::IsTerminal;
+use std::io::Write;
 
 use serde_json::Value;
 

@@ -16,7 +16,9 @@ use tokio_util::sync::CancellationToken;
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
-use tracing::{info, warn};
+#[cfg(any(feature = "client", feature = "cache"))]
+use tracing::info;
+use tracing::warn;
 
 use crate::config::Config;
 use crate::failure::{unavailable, usage};
@@ -58,6 +60,7 @@ pub(crate) enum Listen {
     /// At the configured addresses.
     Configured,
     /// On free loopback ports.
+    #[cfg(any(feature = "client", feature = "cache"))]
     Free,
 }
 
@@ -143,6 +146,7 @@ async fn bind(role: Role, config: &Config, listen: Listen) -> anyhow::Result<Tcp
     };
     let address = match listen {
         Listen::Configured => configured.as_str(),
+        #[cfg(any(feature = "client", feature = "cache"))]
         Listen::Free => "127.0.0.1:0",
     };
     TcpListener::bind(address).await.map_err(|error| match error.kind() {
@@ -180,6 +184,7 @@ impl Running {
     }
 
     /// Waits until each role answers health checks; fails with the error of a role that ends before.
+    #[cfg(any(feature = "client", feature = "cache"))]
     pub(crate) async fn ready(&mut self, deadline: Duration) -> anyhow::Result<()> {
         let addresses: Vec<(Role, SocketAddr)> = self.addresses().collect();
         let serving = async {

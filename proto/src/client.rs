@@ -33,13 +33,8 @@ impl From<Error> for tonic::Status {
 
 /// A channel to `HOST:PORT` (or `http://HOST:PORT`). Does not connect yet; must be called within a tokio runtime.
 pub fn channel(address: &str) -> Result<Channel, Error> {
-    let wrong = || Error::Address {
-        address: address.to_owned(),
-    };
-    let authority = address
-        .strip_prefix("http://")
-        .unwrap_or(address)
-        .trim_end_matches('/');
+    let wrong = || Error::Address { address: address.to_owned() };
+    let authority = address.strip_prefix("http://").unwrap_or(address).trim_end_matches('/');
     let (host, port) = authority.rsplit_once(':').ok_or_else(wrong)?;
     if host.is_empty() || authority.contains('/') || port.parse::<u16>().is_err() {
         return Err(wrong());
@@ -79,31 +74,17 @@ mod tests {
 
     #[tokio::test]
     async fn only_host_and_port_make_a_channel() {
-        for good in [
-            "127.0.0.1:7400",
-            "http://localhost:7400",
-            "http://[::1]:7400/",
-        ] {
+        for good in ["127.0.0.1:7400", "http://localhost:7400", "http://[::1]:7400/"] {
             assert!(channel(good).is_ok(), "{good}");
         }
-        for bad in [
-            "",
-            "localhost",
-            ":7400",
-            "https://localhost:7400",
-            "localhost:port",
-            "http://a:1/path",
-            "a b:1",
-        ] {
+        for bad in ["", "localhost", ":7400", "https://localhost:7400", "localhost:port", "http://a:1/path", "a b:1"] {
             assert!(channel(bad).is_err(), "{bad}");
         }
     }
 
     #[tokio::test]
     async fn a_request_carries_its_deadline_and_id() {
-        let request =
-            context::with_request_id("r1".into(), async { request((), Duration::from_secs(5)) })
-                .await;
+        let request = context::with_request_id("r1".into(), async { request((), Duration::from_secs(5)) }).await;
         assert_eq!(request.metadata().get("request_id").unwrap(), "r1");
         assert!(request.metadata().get("grpc-timeout").is_some());
     }

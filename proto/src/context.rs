@@ -74,11 +74,7 @@ pub(crate) fn id_of(headers: &HeaderMap) -> Arc<str> {
     headers
         .get(REQUEST_ID)
         .and_then(|value| value.to_str().ok())
-        .filter(|id| {
-            !id.is_empty()
-                && id.len() <= MAX_ID_BYTES
-                && id.bytes().all(|byte| byte.is_ascii_graphic())
-        })
+        .filter(|id| !id.is_empty() && id.len() <= MAX_ID_BYTES && id.bytes().all(|byte| byte.is_ascii_graphic()))
         .map_or_else(new_request_id, Arc::from)
 }
 
@@ -93,17 +89,14 @@ pub(crate) fn inject(metadata: &mut MetadataMap) {
     if let Ok(id) = request_id().parse() {
         metadata.insert(REQUEST_ID, id);
     }
-    TraceContextPropagator::new()
-        .inject_context(&Span::current().context(), &mut Metadata(metadata));
+    TraceContextPropagator::new().inject_context(&Span::current().context(), &mut Metadata(metadata));
 }
 
 struct Headers<'a>(&'a HeaderMap);
 
 impl Extractor for Headers<'_> {
     fn get(&self, key: &str) -> Option<&str> {
-        self.0
-            .get(key)
-            .and_then(|value: &HeaderValue| value.to_str().ok())
+        self.0.get(key).and_then(|value: &HeaderValue| value.to_str().ok())
     }
 
     fn keys(&self) -> Vec<&str> {
@@ -140,10 +133,7 @@ mod tests {
 
     #[tokio::test]
     async fn spawned_work_keeps_the_request_id() {
-        let seen = with_request_id("abc".into(), async {
-            spawn(async { request_id() }).await.unwrap()
-        })
-        .await;
+        let seen = with_request_id("abc".into(), async { spawn(async { request_id() }).await.unwrap() }).await;
         assert_eq!(&*seen, "abc");
         assert_eq!(current_request_id(), None);
     }

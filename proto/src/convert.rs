@@ -45,12 +45,8 @@ impl From<Error> for tonic::Status {
     }
 }
 
-fn parse<T: std::str::FromStr<Err = kv::Error>>(
-    field: &'static str,
-    text: &str,
-) -> Result<T, Error> {
-    text.parse()
-        .map_err(|source| Error::Field { field, source })
+fn parse<T: std::str::FromStr<Err = kv::Error>>(field: &'static str, text: &str) -> Result<T, Error> {
+    text.parse().map_err(|source| Error::Field { field, source })
 }
 
 /// A hexadecimal chunk id.
@@ -83,14 +79,8 @@ pub fn sampling(sampling: Option<v1::Sampling>) -> Result<kv::Sampling, Error> {
     sampling.unwrap_or_default().try_into()
 }
 
-fn parsed_or<T: std::str::FromStr<Err = kv::Error>>(
-    text: Option<String>,
-    default: T,
-) -> Result<T, Error> {
-    Ok(text
-        .map(|text| text.parse())
-        .transpose()?
-        .unwrap_or(default))
+fn parsed_or<T: std::str::FromStr<Err = kv::Error>>(text: Option<String>, default: T) -> Result<T, Error> {
+    Ok(text.map(|text| text.parse()).transpose()?.unwrap_or(default))
 }
 
 impl TryFrom<v1::Options> for kv::Options {
@@ -174,30 +164,16 @@ pub fn rows(ranges: &[v1::Range]) -> Result<RowRanges, Error> {
         }
         end = range.end;
     }
-    Ok(RowRanges::from_ranges(
-        ranges.iter().map(|range| range.first..range.end),
-    ))
+    Ok(RowRanges::from_ranges(ranges.iter().map(|range| range.first..range.end)))
 }
 
 /// Rows as ranges.
 pub fn ranges(rows: &RowRanges) -> Vec<v1::Range> {
-    rows.ranges()
-        .iter()
-        .map(|range| v1::Range {
-            first: range.start,
-            end: range.end,
-        })
-        .collect()
+    rows.ranges().iter().map(|range| v1::Range { first: range.start, end: range.end }).collect()
 }
 
-const SOURCES: [Source; 6] = [
-    Source::Device,
-    Source::Memory,
-    Source::Disk,
-    Source::Object,
-    Source::Repaired,
-    Source::Fresh,
-];
+const SOURCES: [Source; 6] =
+    [Source::Device, Source::Memory, Source::Disk, Source::Object, Source::Repaired, Source::Fresh];
 
 /// A source by its name.
 pub fn source(name: &str) -> Result<Source, Error> {
@@ -267,21 +243,13 @@ impl From<TokenCounts> for v1::TokenCounts {
 
 impl From<v1::Span> for Span {
     fn from(wire: v1::Span) -> Self {
-        Self {
-            stage: wire.stage,
-            start_ms: wire.start_ms,
-            end_ms: wire.end_ms,
-        }
+        Self { stage: wire.stage, start_ms: wire.start_ms, end_ms: wire.end_ms }
     }
 }
 
 impl From<Span> for v1::Span {
     fn from(span: Span) -> Self {
-        Self {
-            stage: span.stage,
-            start_ms: span.start_ms,
-            end_ms: span.end_ms,
-        }
+        Self { stage: span.stage, start_ms: span.start_ms, end_ms: span.end_ms }
     }
 }
 
@@ -300,18 +268,11 @@ impl TryFrom<v1::Receipt> for kv::Receipt {
             effective_reason: wire.effective_reason,
             ratio_nominal: wire.ratio_nominal,
             ratio_charged: wire.ratio_charged,
-            chunks: wire
-                .chunks
-                .into_iter()
-                .map(TryInto::try_into)
-                .collect::<Result<_, _>>()?,
+            chunks: wire.chunks.into_iter().map(TryInto::try_into).collect::<Result<_, _>>()?,
             auxiliary_source: wire.auxiliary_source,
             tokens: required("tokens", wire.tokens)?.into(),
             spans: wire.spans.into_iter().map(Into::into).collect(),
-            models: Models {
-                primary: model_digest("primary", &wire.primary)?,
-                auxiliary,
-            },
+            models: Models { primary: model_digest("primary", &wire.primary)?, auxiliary },
             finish: wire.finish,
         })
     }
@@ -331,11 +292,7 @@ impl From<kv::Receipt> for v1::Receipt {
             tokens: Some(receipt.tokens.into()),
             spans: receipt.spans.into_iter().map(Into::into).collect(),
             primary: receipt.models.primary.to_string(),
-            auxiliary: receipt
-                .models
-                .auxiliary
-                .map(|digest| digest.to_string())
-                .unwrap_or_default(),
+            auxiliary: receipt.models.auxiliary.map(|digest| digest.to_string()).unwrap_or_default(),
             finish: receipt.finish,
         }
     }
@@ -360,20 +317,10 @@ mod tests {
             shared_prefix: true,
             renumber: true,
         };
-        assert_eq!(
-            kv::Options::try_from(v1::Options::from(options)).unwrap(),
-            options
-        );
-        let direct = kv::Options {
-            strategy: Strategy::Direct,
-            shared_prefix: false,
-            renumber: false,
-            ..Default::default()
-        };
-        assert_eq!(
-            kv::Options::try_from(v1::Options::from(direct)).unwrap(),
-            direct
-        );
+        assert_eq!(kv::Options::try_from(v1::Options::from(options)).unwrap(), options);
+        let direct =
+            kv::Options { strategy: Strategy::Direct, shared_prefix: false, renumber: false, ..Default::default() };
+        assert_eq!(kv::Options::try_from(v1::Options::from(direct)).unwrap(), direct);
         assert_eq!(super::options(None).unwrap(), kv::Options::default());
         assert_eq!(super::sampling(None).unwrap(), kv::Sampling::default());
     }
@@ -397,16 +344,8 @@ mod tests {
             assert_eq!(status.code(), tonic::Code::InvalidArgument);
             assert!(status.message().contains(name), "{}", status.message());
         }
-        let bad = v1::Sampling {
-            temperature: Some(f32::NAN),
-            ..Default::default()
-        };
-        assert!(
-            kv::Sampling::try_from(bad)
-                .unwrap_err()
-                .to_string()
-                .contains("temperature")
-        );
+        let bad = v1::Sampling { temperature: Some(f32::NAN), ..Default::default() };
+        assert!(kv::Sampling::try_from(bad).unwrap_err().to_string().contains("temperature"));
     }
 
     #[test]
@@ -439,47 +378,24 @@ mod tests {
                 recomputed: 6,
                 output: 7,
             },
-            spans: vec![Span {
-                stage: "score".into(),
-                start_ms: 0.5,
-                end_ms: 1.5,
-            }],
-            models: Models {
-                primary: ModelDigest::from_bytes([1; 32]),
-                auxiliary: None,
-            },
+            spans: vec![Span { stage: "score".into(), start_ms: 0.5, end_ms: 1.5 }],
+            models: Models { primary: ModelDigest::from_bytes([1; 32]), auxiliary: None },
             finish: "eos".into(),
         };
-        assert_eq!(
-            kv::Receipt::try_from(v1::Receipt::from(receipt.clone())).unwrap(),
-            receipt
-        );
+        assert_eq!(kv::Receipt::try_from(v1::Receipt::from(receipt.clone())).unwrap(), receipt);
         let mut wire = v1::Receipt::from(receipt);
         wire.primary = "12".into();
-        assert!(
-            kv::Receipt::try_from(wire)
-                .unwrap_err()
-                .to_string()
-                .starts_with("primary: ")
-        );
+        assert!(kv::Receipt::try_from(wire).unwrap_err().to_string().starts_with("primary: "));
     }
 
     #[test]
     fn ranges_must_ascend() {
         let wire = |pairs: &[(u32, u32)]| -> Vec<v1::Range> {
-            pairs
-                .iter()
-                .map(|&(first, end)| v1::Range { first, end })
-                .collect()
+            pairs.iter().map(|&(first, end)| v1::Range { first, end }).collect()
         };
         let good = rows(&wire(&[(1, 3), (5, 6)])).unwrap();
         assert_eq!(ranges(&good), wire(&[(1, 3), (5, 6)]));
-        for bad in [
-            &[(3, 3)][..],
-            &[(5, 2)],
-            &[(4, 6), (5, 7)],
-            &[(4, 6), (1, 2)],
-        ] {
+        for bad in [&[(3, 3)][..], &[(5, 2)], &[(4, 6), (5, 7)], &[(4, 6), (1, 2)]] {
             assert!(rows(&wire(bad)).is_err(), "{bad:?}");
         }
     }

@@ -50,10 +50,7 @@ impl<S> Layer<S> for Guard {
     type Service = Guarded<S>;
 
     fn layer(&self, inner: S) -> Guarded<S> {
-        Guarded {
-            inner,
-            guard: self.clone(),
-        }
+        Guarded { inner, guard: self.clone() }
     }
 }
 
@@ -103,26 +100,13 @@ where
             return Box::pin(async move { Ok(status.into_http()) });
         };
         let timeout = grpc_timeout(request.headers()).unwrap_or(self.guard.default_deadline);
-        let request_span = RequestSpan {
-            span: span.clone(),
-            id: Arc::clone(&id),
-            started: Instant::now(),
-        };
+        let request_span = RequestSpan { span: span.clone(), id: Arc::clone(&id), started: Instant::now() };
         // An instant too far to represent is no deadline at all.
-        let deadline = Instant::now()
-            .checked_add(timeout)
-            .map(|at| Box::pin(tokio::time::sleep_until(at)));
+        let deadline = Instant::now().checked_add(timeout).map(|at| Box::pin(tokio::time::sleep_until(at)));
         let cancelled = Box::pin(self.guard.cancelled.clone().cancelled_owned());
         let call = context::enter(&id, || span.in_scope(|| self.inner.call(request)));
-        let ends = Ends {
-            deadline,
-            timeout,
-            cancelled,
-        };
-        Box::pin(context::with_request_id(
-            id,
-            respond(call, permit, ends, request_span).instrument(span),
-        ))
+        let ends = Ends { deadline, timeout, cancelled };
+        Box::pin(context::with_request_id(id, respond(call, permit, ends, request_span).instrument(span)))
     }
 }
 
@@ -168,10 +152,7 @@ impl Ends {
             return Poll::Pending;
         };
         ready!(deadline.as_mut().poll(cx));
-        Poll::Ready(Status::deadline_exceeded(format!(
-            "the deadline of {:?} passed",
-            self.timeout
-        )))
+        Poll::Ready(Status::deadline_exceeded(format!("the deadline of {:?} passed", self.timeout)))
     }
 }
 
@@ -201,10 +182,7 @@ impl HttpBody for GuardedBody {
     type Data = Bytes;
     type Error = Status;
 
-    fn poll_frame(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
         let this = self.get_mut();
         if this.done {
             return Poll::Ready(None);
@@ -221,10 +199,7 @@ impl HttpBody for GuardedBody {
         let frame = ready!(context::enter(id, || span.in_scope(|| Pin::new(body).poll_frame(cx))));
         match &frame {
             Some(Ok(frame)) => {
-                if let Some(code) = frame
-                    .trailers_ref()
-                    .and_then(|trailers| trailers.get("grpc-status"))
-                {
+                if let Some(code) = frame.trailers_ref().and_then(|trailers| trailers.get("grpc-status")) {
                     this.code = code.to_str().ok().map(str::to_owned);
                 }
             }
@@ -238,20 +213,14 @@ impl HttpBody for GuardedBody {
     }
 
     fn size_hint(&self) -> SizeHint {
-        if self.done {
-            SizeHint::with_exact(0)
-        } else {
-            self.body.size_hint()
-        }
+        if self.done { SizeHint::with_exact(0) } else { self.body.size_hint() }
     }
 }
 
 impl Drop for GuardedBody {
     fn drop(&mut self) {
         let code = self.code.as_deref().unwrap_or("none, the client went away");
-        self.span
-            .span
-            .in_scope(|| debug!(code, elapsed_ms = self.span.elapsed_ms(), "request done"));
+        self.span.span.in_scope(|| debug!(code, elapsed_ms = self.span.elapsed_ms(), "request done"));
     }
 }
 
@@ -264,11 +233,7 @@ fn trailers(status: &Status) -> HeaderMap {
 
 /// A probe's stream, which ends with UNAVAILABLE once the server drains and everything before was delivered.
 fn probe_body(body: Body, end: Pin<Box<WaitForCancellationFutureOwned>>) -> Body {
-    Body::new(ProbeBody {
-        body,
-        end,
-        done: false,
-    })
+    Body::new(ProbeBody { body, end, done: false })
 }
 
 struct ProbeBody {
@@ -281,10 +246,7 @@ impl HttpBody for ProbeBody {
     type Data = Bytes;
     type Error = Status;
 
-    fn poll_frame(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
         let this = self.get_mut();
         if this.done {
             return Poll::Ready(None);
@@ -334,10 +296,7 @@ mod tests {
         };
         assert_eq!(read("2H"), Some(Duration::from_secs(7200)));
         assert_eq!(read("5m"), Some(Duration::from_millis(5)));
-        assert_eq!(
-            read("99999999H"),
-            Some(Duration::from_secs(99_999_999 * 3600))
-        );
+        assert_eq!(read("99999999H"), Some(Duration::from_secs(99_999_999 * 3600)));
         for bad in ["", "5", "m", "123456789S", "-1S", "5s", "+5S"] {
             assert_eq!(read(bad), None, "{bad}");
         }

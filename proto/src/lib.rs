@@ -16,6 +16,5 @@ pub mod v1 {
     tonic::include_proto!("kvsplice.v1");
 
     /// Every message and service above, encoded for reflection.
-    pub const FILE_DESCRIPTOR_SET: &[u8] =
-        include_bytes!(concat!(env!("OUT_DIR"), "/kvsplice.bin"));
+    pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kvsplice.bin"));
 }

@@ -69,9 +69,7 @@ pub async fn serve(
 ) -> Result<(), Error> {
     let (reporter, health) = tonic_health::server::health_reporter();
     for service in health_services {
-        reporter
-            .set_service_status(service, ServingStatus::Serving)
-            .await;
+        reporter.set_service_status(service, ServingStatus::Serving).await;
     }
     let guard = Guard::new(limits.max_in_flight, limits.default_deadline);
     let mut server = Server::builder()
@@ -84,16 +82,8 @@ pub async fn serve(
     let router = server
         .add_routes(routes)
         .add_service(health)
-        .add_service(
-            reflection()
-                .build_v1()
-                .map_err(|source| Error::Reflection { source })?,
-        )
-        .add_service(
-            reflection()
-                .build_v1alpha()
-                .map_err(|source| Error::Reflection { source })?,
-        );
+        .add_service(reflection().build_v1().map_err(|source| Error::Reflection { source })?)
+        .add_service(reflection().build_v1alpha().map_err(|source| Error::Reflection { source })?);
 
     let names = [&[""], health_services].concat();
     let draining = guard.draining.clone();
@@ -101,9 +91,7 @@ pub async fn serve(
         shutdown.await;
         info!("shutting down: finishing what is running");
         for name in names {
-            reporter
-                .set_service_status(name, ServingStatus::NotServing)
-                .await;
+            reporter.set_service_status(name, ServingStatus::NotServing).await;
         }
         draining.cancel();
     };
@@ -119,9 +107,7 @@ pub async fn serve(
         Err(_grace_is_over) => {
             warn!(grace = ?limits.grace, "requests still running after the grace time are canceled");
             guard.cancelled.cancel();
-            tokio::time::timeout(CANCEL_TIMEOUT, serving)
-                .await
-                .unwrap_or(Ok(()))
+            tokio::time::timeout(CANCEL_TIMEOUT, serving).await.unwrap_or(Ok(()))
         }
     };
     ended.map_err(|source| Error::Transport { source })
