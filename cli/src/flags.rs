@@ -14,7 +14,7 @@ use crate::failure::usage;
 #[derive(Args, Clone, Debug, Default)]
 #[command(next_help_heading = "Configuration")]
 pub(crate) struct ConfigFlags {
-    /// TOML file with [listen], [head], [worker] and [cache]
+    /// TOML file with the sections listen, head, worker and cache
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     /// Print the effective configuration as TOML and exit
