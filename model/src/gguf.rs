@@ -16,6 +16,9 @@ use crate::tokenizer::{ByteLevelBpe, Tokenizer};
 use crate::weights::{LayerWeights, OuterWeights, Weights, pairs_to_halves};
 use crate::{ChatTemplate, Config, Error};
 
+/// The types that users meet and tests cover.
+const TYPES: &str = "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K";
+
 struct Gguf {
     path: String,
     content: Content,
@@ -29,6 +32,16 @@ fn said(error: &candle_core::Error) -> String {
     error.to_string().lines().next().unwrap_or_default().to_owned()
 }
 
+/// Why a header cannot be read. A tensor of a type that nobody here knows is no damage.
+fn unreadable(path: &str, error: &candle_core::Error) -> Error {
+    let path = path.to_owned();
+    let said = said(error);
+    match said.strip_prefix("unknown dtype for tensor ") {
+        Some(number) => Error::Unsupported { path, what: format!("GGUF tensor type {number}; supported: {TYPES}") },
+        None => Error::Format { path, what: format!("not a readable GGUF file: {said}") },
+    }
+}
+
 /// Opens a file and reads all but the weights.
 pub(crate) fn open(path: &Path) -> Result<Opened, Error> {
     let shown = path.display().to_string();
@@ -37,7 +50,7 @@ pub(crate) fn open(path: &Path) -> Result<Opened, Error> {
     // A hostile file may ask the reader for absurd sizes, which panics.
     let content = catch_unwind(AssertUnwindSafe(|| Content::read(&mut reader)))
         .map_err(|_| Error::Format { path: shown.clone(), what: "absurd sizes in the header".to_owned() })?
-        .map_err(|error| Error::Format { path: shown.clone(), what: format!("not a readable GGUF file: {}", said(&error)) })?;
+        .map_err(|error| unreadable(&shown, &error))?;
     let meta = Metadata { path: &shown, content: &content };
     let architecture = meta.text("general.architecture")?;
     let pairs = match architecture.as_str() {
@@ -90,7 +103,8 @@ impl Metadata<'_> {
     }
 
     fn texts(&self, key: &str) -> Result<Vec<String>, Error> {
-        let values = self.get(key)?.to_vec().map_err(|error| self.format(format!("metadata {key}: {}", said(&error))))?;
+        let values =
+            self.get(key)?.to_vec().map_err(|error| self.format(format!("metadata {key}: {}", said(&error))))?;
         let texts: Result<Vec<_>, _> = values.iter().map(|value| value.to_string().cloned()).collect();
         texts.map_err(|error| self.format(format!("metadata {key}: {}", said(&error))))
     }
