@@ -38,6 +38,8 @@ pub(crate) type Events = mpsc::Sender<Result<Event, Status>>;
 struct PartKv {
     /// By layer, until it is placed.
     layers: Vec<Option<StoredLayer>>,
+    /// Layers that have come, those that are placed already included.
+    arrived: u32,
     outcome: PartOutcome,
     /// Why loading ended early; the part is repaired from prefix and tokens.
     failed: Option<String>,
@@ -92,6 +94,7 @@ impl Active {
     pub(crate) fn new(id: u64, request: Request, events: Events, text: Text, layers: u32, token_bytes: u64) -> Self {
         let parts = request.parts.iter().map(|part| PartKv {
             layers: vec![None; layers as usize],
+            arrived: 0,
             outcome: PartOutcome { source: Source::Fresh, reason: part.fresh_reason.clone(), bytes: 0 },
             failed: None,
             cached: part.key.is_some(),
@@ -145,6 +148,7 @@ impl Active {
                 for (user, &part) in self.users[chunk].iter().enumerate() {
                     let part = &mut self.parts[part];
                     part.layers[layer as usize] = Some(stored.clone());
+                    part.arrived += 1;
                     // A chunk may come from several tiers: the slowest one says where it came from.
                     part.outcome.source = if layer == 0 { source } else { slower(part.outcome.source, source) };
                     part.outcome.bytes += if user == 0 { bytes } else { 0 };
@@ -169,7 +173,7 @@ impl Active {
     }
 
     fn settled(&self, part: &PartKv) -> bool {
-        !part.cached || part.failed.is_some() || part.layers.iter().all(Option::is_some)
+        !part.cached || part.failed.is_some() || part.arrived >= self.layers
     }
 
     /// Takes in rows. Fails on rows outside chunks, and after the last message.
@@ -269,6 +273,7 @@ impl Active {
                 kv_part.layers[layer as usize].get_or_insert(stored);
             }
             kv_part.failed = None;
+            kv_part.arrived = self.layers;
             kv_part.outcome.source = Source::Repaired;
         }
         if self.timeline.load_end.is_none() && self.parts.iter().all(|part| self.settled(part)) {

@@ -31,11 +31,14 @@ pub(crate) struct Service {
     epoch: String,
     queue_limit: u32,
     device: String,
+    /// Kept here: Status must not wait for the compute thread, which holds the weights.
+    dtype: String,
 }
 
 impl Service {
     pub(crate) fn new(config: &Config, model: Model, engine: engine::Handle, cache: CacheClient) -> Self {
         Self {
+            dtype: config.primary.dtype().to_string(),
             model,
             engine,
             cache,
@@ -171,7 +174,7 @@ impl Worker for Service {
                 head_dim: config.head_dim,
                 vocabulary: config.vocabulary,
                 context: config.context,
-                dtype: self.model.with_decoder(|decoder| decoder.dtype()).to_string(),
+                dtype: self.dtype.clone(),
                 role: "primary".to_owned(),
             }),
             epoch: self.epoch.clone(),
