@@ -1,6 +1,6 @@
 //! The receipt of a request: the head's decisions and stages, merged with what the worker reports.
 
-use kvsplice_kv::receipt::{ChunkReceipt, Models, Span};
+use kvsplice_kv::receipt::{ChunkReceipt, Models, Source, Span};
 use kvsplice_kv::{Receipt, Strategy};
 use kvsplice_proto::v1;
 
@@ -35,17 +35,24 @@ pub(crate) fn receipt(
     let mut spans: Vec<Span> = clock.spans.iter().cloned().chain(done.spans.into_iter().map(Into::into)).collect();
     spans.sort_by(|a, b| a.start_ms.total_cmp(&b.start_ms));
     let scored = picked.origin.is_some();
+    let (mut effective, mut effective_reason) = (prepared.effective, prepared.effective_reason.clone());
+    // The cache service may have died after the plan was made; then the worker computes what did not come in context.
+    if effective != Strategy::Full && chunks.iter().all(|chunk| chunk.source == Source::Fresh) {
+        effective = Strategy::Full;
+        let reason = chunks.first().map(|chunk| chunk.reason.as_str()).unwrap_or_default();
+        effective_reason = format!("every chunk is fresh: {reason}");
+    }
     Ok(Receipt {
         request_id: kvsplice_proto::context::request_id().to_string(),
         requested: plan.options,
-        effective: prepared.effective,
-        effective_reason: prepared.effective_reason.clone(),
+        effective,
+        effective_reason,
         ratio_nominal: match plan.options.strategy {
             Strategy::Full => 1.0,
             Strategy::Direct => 0.0,
             Strategy::Clip => f64::from(plan.options.ratio),
         },
-        ratio_charged: charged(prepared.effective, picked),
+        ratio_charged: charged(effective, picked),
         chunks,
         auxiliary_source: picked.origin.map(|origin| origin.name().to_owned()).unwrap_or_default(),
         tokens: done.tokens.unwrap_or_default().into(),
