@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::io::ErrorKind;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use futures::stream::BoxStream;
 use object_store::memory::InMemory;
 use object_store::path::Path;
 use object_store::{
-    CopyOptions, Error, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore,
+    CopyOptions, Error, GetOptions, GetRange, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore,
     PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
 };
 
@@ -19,6 +19,9 @@ use object_store::{
 pub struct FaultyStore {
     inner: InMemory,
     read_delay_ms: AtomicU64,
+    /// First byte of the reads that never end; 0 when every read ends.
+    hold_from: AtomicU64,
+    held: AtomicUsize,
     write_error: Mutex<Option<ErrorKind>>,
 }
 
@@ -26,6 +29,16 @@ impl FaultyStore {
     /// From now on every read takes this much longer.
     pub fn delay_reads(&self, delay: Duration) {
         self.read_delay_ms.store(u64::try_from(delay.as_millis()).unwrap_or(u64::MAX), Ordering::SeqCst);
+    }
+
+    /// From now on a read that begins at this byte of an object or later never ends. At 0 every read ends again.
+    pub fn hold_reads_from(&self, byte: u64) {
+        self.hold_from.store(byte, Ordering::SeqCst);
+    }
+
+    /// Reads that were begun and never end.
+    pub fn held(&self) -> usize {
+        self.held.load(Ordering::SeqCst)
     }
 
     /// From now on every write fails with this error; with none, writes work.
@@ -65,6 +78,11 @@ impl ObjectStore for FaultyStore {
 
     async fn get_opts(&self, location: &Path, options: GetOptions) -> Result<GetResult> {
         tokio::time::sleep(Duration::from_millis(self.read_delay_ms.load(Ordering::SeqCst))).await;
+        let hold_from = self.hold_from.load(Ordering::SeqCst);
+        if matches!(&options.range, Some(GetRange::Bounded(range)) if hold_from > 0 && range.start >= hold_from) {
+            self.held.fetch_add(1, Ordering::SeqCst);
+            return std::future::pending().await;
+        }
         self.inner.get_opts(location, options).await
     }
 
