@@ -5,7 +5,8 @@ use std::path::PathBuf;
 fn main() {
     println!("cargo:rerun-if-changed=src/shim.cpp");
     println!("cargo:rerun-if-env-changed=LIBTORCH");
-    let libtorch = PathBuf::from(std::env::var_os("LIBTORCH").expect("LIBTORCH is set by .cargo/config.toml; run `make setup`"));
+    let libtorch =
+        PathBuf::from(std::env::var_os("LIBTORCH").expect("LIBTORCH is set by .cargo/config.toml; run `make setup`"));
     let include = libtorch.join("include");
     cc::Build::new()
         .cpp(true)

@@ -2,16 +2,13 @@
 //!
 //! The mask is explicit: a row at slot s sees the keys of slots 0..=s. Neither of the library's own causal masks fits
 //! scattered rows (one aligns top-left, the other bottom-right; algorithms §1.5). Two ways to the same numbers: our own
-//! CPU kernel for f32, and the library's fused kernel on tiles of ascending rows, with the keys cut at the tile's last
-//! slot and a mask inside it, for other types and for too few rows to fill a tile.
+//! CPU kernel, which computes in f32 whatever the tensors' type, and the library's fused kernel on tiles of ascending
+//! rows, with the keys cut at the tile's last slot and a mask inside it, for shapes that ours does not take.
 
 use tch::{Kind, Tensor};
 
 use crate::cpu::attention::{Isa, Shape};
 use crate::{Error, argument, cpu, data};
-
-/// Query heads of a KV head, over all rows, from which on our kernel is faster (fewer leave most of its lanes empty).
-const LANES_FROM: usize = 32;
 
 /// Rows a tile: enough work a call, few masked keys (measured best of 64, 128 and 256 on AVX2 and AVX-512).
 const TILE: usize = 128;
@@ -51,27 +48,37 @@ pub fn ragged_causal(query: &Tensor, keys: &Tensor, values: &Tensor, slots: &[u3
     if i64::from(last) >= capacity {
         return Err(argument("ragged_causal", format!("slot {last} is beyond the capacity {capacity}")));
     }
-    let lanes = slots.len() * (heads / kv_heads) as usize;
-    if query.kind() == Kind::Float && dim % 4 == 0 && lanes >= LANES_FROM && keys.is_contiguous() && values.is_contiguous() {
-        return own(Isa::available()[0], query, keys, values, slots);
+    if dim as usize % cpu::attention::HEAD_DIM_STEP != 0 {
+        return library(query, keys, values, slots);
     }
-    library(query, keys, values, slots)
+    let isa = Isa::available()[0];
+    if query.kind() == Kind::Float {
+        return own(isa, query, keys, values, slots);
+    }
+    // Converting the visible keys costs a hundredth of the attention to them.
+    let float = |tensor: &Tensor| tensor.f_narrow(0, 0, i64::from(last) + 1)?.f_to_kind(Kind::Float);
+    let output = own(isa, &query.f_to_kind(Kind::Float)?, &float(keys)?, &float(values)?, slots)?;
+    Ok(output.f_to_kind(query.kind())?)
 }
 
 /// Our own kernel; the arguments are checked.
 fn own(isa: Isa, query: &Tensor, keys: &Tensor, values: &Tensor, slots: &[u32]) -> Result<Tensor, Error> {
     const OP: &str = "ragged_causal";
     let (rows, heads, dim) = query.size3()?;
-    let shape = Shape {
-        rows: rows as usize,
-        heads: heads as usize,
-        kv_heads: keys.size()[1] as usize,
-        head_dim: dim as usize,
-    };
+    let shape =
+        Shape { rows: rows as usize, heads: heads as usize, kv_heads: keys.size()[1] as usize, head_dim: dim as usize };
     let query = query.f_contiguous()?;
     let mut output = Tensor::f_empty([rows, heads, dim], (Kind::Float, tch::Device::Cpu))?;
     let (keys, values) = (data::floats(OP, keys)?, data::floats(OP, values)?);
-    cpu::attention::ragged_causal(isa, shape, data::floats(OP, &query)?, keys, values, slots, data::floats_mut(OP, &mut output)?);
+    cpu::attention::ragged_causal(
+        isa,
+        shape,
+        data::floats(OP, &query)?,
+        keys,
+        values,
+        slots,
+        data::floats_mut(OP, &mut output)?,
+    );
     Ok(output)
 }
 

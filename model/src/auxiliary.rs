@@ -7,6 +7,7 @@
 use std::sync::Arc;
 
 use kvsplice_kernels::rope::Rotation;
+use kvsplice_kv::Encoding;
 use kvsplice_kv::options::{AuxLayers, Softmax};
 use tch::{Kind, Tensor};
 
@@ -37,11 +38,22 @@ pub struct Scoring {
     rotations: Rotations,
     /// `[chunks, 1, group · question, keys]`: 0 where a row may look, −∞ else; keys are prefix, chunk, question.
     mask: Tensor,
+    /// Of each chunk token, its row in `[chunks · keys]`.
+    places: Tensor,
+    encoding: Encoding,
     layer: u32,
     scored: std::ops::Range<u32>,
     /// `[chunks, longest]`, f32, summed over the scored layers.
     scores: Tensor,
     shape: Shape,
+}
+
+/// One layer's stored keys and values.
+struct Stored {
+    /// `[prefix, kv_heads, head_dim]` each.
+    prefix: Option<(Tensor, Tensor)>,
+    /// `[tokens of all chunks, kv_heads, head_dim]` each.
+    chunks: (Tensor, Tensor),
 }
 
 struct Rotations {
@@ -80,6 +92,10 @@ impl Scoring {
         if let Some(kv) = request.chunk_kv.iter().chain(&request.prefix_kv).find(|kv| !fits(kv)) {
             return Err(Error::Argument(format!("auxiliary KV has layout {}, the model another one", kv.layout)));
         }
+        let encoding = request.chunk_kv[0].layout.encoding;
+        if let Some(kv) = request.chunk_kv.iter().find(|kv| kv.layout.encoding != encoding) {
+            return Err(Error::Argument(format!("auxiliary KV is stored as {} and {encoding}", kv.layout.encoding)));
+        }
         let prefix = request.prefix_kv.as_ref().map_or(0, |kv| kv.tokens);
         let question = request.question_ids.len() as u32;
         let lengths: Vec<u32> = request.chunk_kv.iter().map(|kv| kv.tokens).collect();
@@ -105,6 +121,8 @@ impl Scoring {
                 question: decoder.rotation(&question_positions)?,
             },
             mask: mask(&lengths, shape, decoder.dtype().kind())?,
+            places: places(&lengths, shape)?,
+            encoding,
             layer: 0,
             scored: request.layers.indices(config.layers),
             scores: Tensor::f_zeros([shape.chunks, shape.longest], (Kind::Float, tch::Device::Cpu))?,
@@ -120,7 +138,8 @@ impl Scoring {
         let Shape { chunks, question, group, kv_heads, head_dim, .. } = self.shape;
         let kind = decoder.dtype().kind();
         let qkv = decoder.qkv(self.layer, &self.hidden)?;
-        let keys = self.keys(&self.rotations.question.apply(&qkv.key)?, kind)?;
+        let stored = self.stored()?;
+        let keys = self.keys(&stored, &self.rotations.question.apply(&qkv.key)?, kind)?;
         let query = self.rotations.question.apply(&qkv.query)?;
         // [chunks · question, heads, dim] → [chunks, kv_heads, group · question, dim]
         let query = query.f_view([chunks, question, kv_heads, group, head_dim])?.f_permute([0, 2, 3, 1, 4])?;
@@ -129,7 +148,7 @@ impl Scoring {
             self.score(&query, &keys)?;
         }
         if !last {
-            let values = self.values(&qkv.value, kind)?;
+            let values = self.values(&stored, &qkv.value, kind)?;
             let mask = Some(&self.mask);
             let output = Tensor::f_scaled_dot_product_attention(&query, &keys, &values, mask, 0.0, false, None, false)?;
             let output = output.f_view([chunks, kv_heads, group, question, head_dim])?.f_permute([0, 3, 1, 2, 4])?;
@@ -156,32 +175,41 @@ impl Scoring {
         Ok(scores)
     }
 
+    /// This layer's stored KV: of the prefix, and of all chunks one after another. Keys in f32, values as stored.
+    fn stored(&self) -> Result<Stored, Error> {
+        let Shape { kv_heads, head_dim, .. } = self.shape;
+        let layer = self.layer as usize;
+        let prefix = match &self.request.prefix_kv {
+            Some(kv) => Some(StoredLayer::split(kv.layout.encoding, &kv.layers[layer]).tensors(kv_heads, head_dim)?),
+            None => None,
+        };
+        let (mut keys, mut values) = (Vec::new(), Vec::new());
+        for kv in &self.request.chunk_kv {
+            let (chunk_keys, chunk_values) = kv.layers[layer].split_at(kv.layers[layer].len() / 2);
+            keys.extend_from_slice(chunk_keys);
+            values.extend_from_slice(chunk_values);
+        }
+        let joined = StoredLayer { encoding: self.encoding, keys: keys.into(), values: values.into() };
+        Ok(Stored { prefix, chunks: joined.tensors(kv_heads, head_dim)? })
+    }
+
     /// `[chunks, kv_heads, prefix + longest + question, head_dim]`, rotated.
-    fn keys(&self, question: &Tensor, kind: Kind) -> Result<Tensor, Error> {
-        let prefix = match (&self.request.prefix_kv, &self.rotations.prefix) {
-            (Some(kv), Some(rotation)) => Some(rotation.apply(&self.stored(kv)?.0)?.f_to_kind(kind)?),
+    fn keys(&self, stored: &Stored, question: &Tensor, kind: Kind) -> Result<Tensor, Error> {
+        let prefix = match (&stored.prefix, &self.rotations.prefix) {
+            (Some((keys, _)), Some(rotation)) => Some(rotation.apply(keys)?.f_to_kind(kind)?),
             _ => None,
         };
-        let stored: Result<Vec<Tensor>, Error> =
-            self.request.chunk_kv.iter().map(|kv| Ok(self.stored(kv)?.0)).collect();
-        let chunks = self.rotations.chunks.apply(&Tensor::f_cat(&stored?, 0)?)?.f_to_kind(kind)?;
+        let chunks = self.rotations.chunks.apply(&stored.chunks.0)?.f_to_kind(kind)?;
         self.batch(prefix, &chunks, question)
     }
 
     /// As [`Scoring::keys`], for values.
-    fn values(&self, question: &Tensor, kind: Kind) -> Result<Tensor, Error> {
-        let prefix = match &self.request.prefix_kv {
-            Some(kv) => Some(self.stored(kv)?.1.f_to_kind(kind)?),
+    fn values(&self, stored: &Stored, question: &Tensor, kind: Kind) -> Result<Tensor, Error> {
+        let prefix = match &stored.prefix {
+            Some((_, values)) => Some(values.f_to_kind(kind)?),
             None => None,
         };
-        let stored: Result<Vec<Tensor>, Error> =
-            self.request.chunk_kv.iter().map(|kv| Ok(self.stored(kv)?.1)).collect();
-        self.batch(prefix, &Tensor::f_cat(&stored?, 0)?.f_to_kind(kind)?, question)
-    }
-
-    fn stored(&self, kv: &ChunkKv) -> Result<(Tensor, Tensor), Error> {
-        let layer = StoredLayer::split(kv.layout.encoding, &kv.layers[self.layer as usize]);
-        layer.tensors(self.shape.kv_heads, self.shape.head_dim)
+        self.batch(prefix, &stored.chunks.1.f_to_kind(kind)?, question)
     }
 
     /// Pads the chunks to the longest and puts the prefix before and the question's rows behind each.
@@ -193,13 +221,7 @@ impl Scoring {
         if let Some(prefix) = prefix {
             batch.f_narrow(1, 0, prefix_tokens)?.f_copy_(&prefix.f_unsqueeze(0)?)?;
         }
-        let mut first = 0;
-        for (index, kv) in self.request.chunk_kv.iter().enumerate() {
-            let tokens = i64::from(kv.tokens);
-            let place = batch.f_select(0, index as i64)?.f_narrow(0, prefix_tokens, tokens)?;
-            place.shallow_clone().f_copy_(&chunks.f_narrow(0, first, tokens)?)?;
-            first += tokens;
-        }
+        drop(batch.f_view([count * keys, kv_heads, head_dim])?.f_index_copy_(0, &self.places, chunks)?);
         let question = question.f_reshape([count, rows, kv_heads, head_dim])?;
         batch.f_narrow(1, prefix_tokens + longest, rows)?.f_copy_(&question)?;
         Ok(batch.f_transpose(1, 2)?)
@@ -232,6 +254,14 @@ pub fn score(decoder: &Decoder, request: ScoreRequest) -> Result<Vec<Vec<f32>>, 
     let mut scoring = Scoring::new(decoder, request)?;
     while !scoring.advance(decoder)? {}
     scoring.finish()
+}
+
+/// Of each chunk token, its row in a batch of `[chunks · (prefix + longest + question)]`.
+fn places(lengths: &[u32], shape: Shape) -> Result<Tensor, Error> {
+    let keys = shape.prefix + shape.longest + shape.question;
+    let first = |chunk: usize| chunk as i64 * keys + shape.prefix;
+    let rows = lengths.iter().enumerate().flat_map(|(chunk, &tokens)| first(chunk)..first(chunk) + i64::from(tokens));
+    Ok(Tensor::f_from_slice(&rows.collect::<Vec<i64>>())?)
 }
 
 fn mask(lengths: &[u32], shape: Shape, kind: Kind) -> Result<Tensor, Error> {

@@ -1,31 +1,38 @@
 //! What this machine can do, measured: the ceilings beside which a benchmark prints its figures.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tch::{Device, Kind, Tensor};
 
 use crate::{Dtype, Error};
 
-/// The fastest of `rounds` runs, in seconds, after one warm-up.
-fn fastest(rounds: usize, mut run: impl FnMut() -> Result<(), Error>) -> Result<f64, Error> {
-    run()?;
-    let mut best = f64::INFINITY;
-    for _ in 0..rounds {
+/// The median time of one run, in seconds, over `span` of runs after a warm-up of a third of that: the rate that the
+/// machine sustains, which is what a prefill of seconds can reach. A burst is faster by a tenth or more.
+fn median(span: Duration, mut run: impl FnMut() -> Result<(), Error>) -> Result<f64, Error> {
+    let warm = Instant::now();
+    while warm.elapsed() < span / 3 {
+        run()?;
+    }
+    let mut times = Vec::new();
+    let measured = Instant::now();
+    while measured.elapsed() < span || times.len() < 3 {
         let start = Instant::now();
         run()?;
-        best = best.min(start.elapsed().as_secs_f64());
+        times.push(start.elapsed().as_secs_f64());
     }
-    Ok(best)
+    times.sort_by(f64::total_cmp);
+    Ok(times[times.len() / 2])
 }
 
-/// GFLOPS of the library's matrix product in `dtype`: the best over tall, square and wide shapes.
+/// GFLOPS of the library's matrix product in `dtype`, sustained: the best over tall, square and wide shapes.
 pub fn matmul_gflops(dtype: Dtype) -> Result<f64, Error> {
     let none: Option<Tensor> = None;
     let mut best = 0.0f64;
-    for (rows, inner, columns) in [(512, 896, 9728), (2048, 2048, 2048), (1024, 4096, 4096)] {
+    for (rows, inner, columns) in [(512, 896, 1152), (512, 896, 9728), (2048, 2048, 2048), (1024, 4096, 4096)] {
         let left = Tensor::f_ones([rows, inner], (dtype.kind(), Device::Cpu))?;
         let right = Tensor::f_ones([columns, inner], (dtype.kind(), Device::Cpu))?;
-        let seconds = fastest(6, || left.f_linear(&right, none.as_ref()).map(drop).map_err(Error::from))?;
+        let product = || left.f_linear(&right, none.as_ref()).map(drop).map_err(Error::from);
+        let seconds = median(Duration::from_secs(2), product)?;
         best = best.max(2.0 * (rows * inner * columns) as f64 / seconds / 1e9);
     }
     Ok(best)
@@ -35,7 +42,7 @@ pub fn matmul_gflops(dtype: Dtype) -> Result<f64, Error> {
 pub fn read_bandwidth_gbs() -> Result<f64, Error> {
     let numbers: i64 = 256 << 20;
     let data = Tensor::f_ones([numbers], (Kind::Float, Device::Cpu))?;
-    let seconds = fastest(5, || data.f_sum(Kind::Float).map(drop).map_err(Error::from))?;
+    let seconds = median(Duration::from_secs(1), || data.f_sum(Kind::Float).map(drop).map_err(Error::from))?;
     Ok(4.0 * numbers as f64 / seconds / 1e9)
 }
 

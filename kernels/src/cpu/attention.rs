@@ -1,6 +1,9 @@
 //! Ragged causal attention on slices: packs the query heads of a KV head into lanes and spreads tiles over the pool.
 
+pub(crate) use super::tile::HEAD_DIM_STEP;
 use super::tile::{Scratch, Tile, portable};
+#[cfg(target_arch = "x86_64")]
+use super::tile::{avx2, avx2_narrow, avx512, avx512_narrow};
 use crate::parallel;
 
 /// Sizes of a call.
@@ -9,7 +12,7 @@ pub(crate) struct Shape {
     pub(crate) rows: usize,
     pub(crate) heads: usize,
     pub(crate) kv_heads: usize,
-    /// A multiple of 4.
+    /// A multiple of [`HEAD_DIM_STEP`].
     pub(crate) head_dim: usize,
 }
 
@@ -40,24 +43,32 @@ impl Isa {
         available
     }
 
-    fn lanes(self) -> usize {
-        match self {
+    /// Lanes of the tiles that fit `needed` lanes best: narrow ones when one of them holds everything.
+    fn lanes(self, needed: usize) -> usize {
+        let (wide, narrow) = match self {
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => super::tile::avx512::LANES,
+            Isa::Avx512 => (avx512::LANES, avx512_narrow::LANES),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => super::tile::avx2::LANES,
-            Isa::Portable => portable::LANES,
-        }
+            Isa::Avx2 => (avx2::LANES, avx2_narrow::LANES),
+            Isa::Portable => (portable::LANES, portable::LANES),
+        };
+        if needed <= narrow { narrow } else { wide }
     }
 
-    fn attend(self, tile: &Tile<'_>, scratch: &mut Scratch) {
+    fn attend(self, lanes: usize, tile: &Tile<'_>, scratch: &mut Scratch) {
         match self {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: `available` has found AVX-512F on this CPU.
-            Isa::Avx512 => unsafe { super::tile::avx512::attend(tile, scratch) },
+            Isa::Avx512 if lanes == avx512::LANES => unsafe { avx512::attend(tile, scratch) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as above.
+            Isa::Avx512 => unsafe { avx512_narrow::attend(tile, scratch) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: `available` has found AVX2 and FMA on this CPU.
-            Isa::Avx2 => unsafe { super::tile::avx2::attend(tile, scratch) },
+            Isa::Avx2 if lanes == avx2::LANES => unsafe { avx2::attend(tile, scratch) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as above.
+            Isa::Avx2 => unsafe { avx2_narrow::attend(tile, scratch) },
             Isa::Portable => portable::attend(tile, scratch),
         }
     }
@@ -82,7 +93,8 @@ pub(crate) fn ragged_causal(
 ) {
     let Shape { rows, heads, kv_heads, head_dim } = shape;
     assert!(query.len() == rows * heads * head_dim && output.len() == query.len() && slots.len() == rows);
-    let (group, lanes) = (heads / kv_heads, isa.lanes());
+    let group = heads / kv_heads;
+    let lanes = isa.lanes(rows * group);
     let tiles = (rows * group).div_ceil(lanes);
     let scale = std::f32::consts::LOG2_E / (head_dim as f32).sqrt();
     let target = Output(output.as_mut_ptr());
@@ -116,7 +128,7 @@ pub(crate) fn ragged_causal(
             slots: &last_seen,
             head_dim,
         };
-        isa.attend(&tile, &mut scratch);
+        isa.attend(lanes, &tile, &mut scratch);
         for lane in 0..used {
             let (row, head) = place(lane);
             let start = (row * heads + head) * head_dim;

@@ -4,12 +4,12 @@
 //! in the cache (one scalar, broadcast) and the softmax over keys is a vertical operation without any shuffle. The
 //! softmax is online over blocks of keys, in f32, in base 2 (queries carry the factor log2 e).
 //!
-//! One body, three instruction sets: the macro fills in the vector type and its operations.
+//! One body, three instruction sets: a module of operations each, and the macro puts the body on top of it.
 
 /// Keys a block: its scores stay in the first-level cache.
 const BLOCK_KEYS: usize = 96;
-/// Keys, or numbers of a head, that one pass of the inner loops handles.
-const UNROLL: usize = 4;
+/// `head_dim` is a multiple of this: the inner loops handle as many numbers of a head at once.
+pub(crate) const HEAD_DIM_STEP: usize = 8;
 
 /// One tile's work. `keys` and `values` are whole caches `[capacity, kv_heads, head_dim]` from the KV head's first
 /// number on.
@@ -24,7 +24,7 @@ pub(super) struct Tile<'a> {
     pub(super) stride: usize,
     /// By lane, the last key that it sees; ascending.
     pub(super) slots: &'a [i32],
-    /// A multiple of [`UNROLL`].
+    /// A multiple of [`HEAD_DIM_STEP`].
     pub(super) head_dim: usize,
 }
 
@@ -43,16 +43,18 @@ impl Scratch {
 }
 
 macro_rules! tile_kernel {
-    ($module:ident, $($feature:literal)?, $width:literal, $vectors:literal, { $($operations:item)* }) => {
+    ($module:ident, $($feature:literal)?, $width:literal, $vectors:literal, $unroll:literal, $operations:ident) => {
         pub(super) mod $module {
-            use super::{BLOCK_KEYS, Scratch, Tile, UNROLL};
+            use super::{BLOCK_KEYS, Scratch, Tile};
 
             /// Lanes a tile.
             pub(crate) const LANES: usize = $width * $vectors;
             const VECTORS: usize = $vectors;
+            /// Keys, or numbers of a head, at once: with the vectors, as many sums as hide the latency of a product.
+            const UNROLL: usize = $unroll;
             type Group = [V; VECTORS];
 
-            $($operations)*
+            use super::$operations::{V, add, div, exp2, fma, load, max, mul, splat, store, sub, zero};
 
             #[inline]
             $(#[target_feature(enable = $feature)])?
@@ -198,156 +200,217 @@ macro_rules! tile_kernel {
 const SERIES: [f32; 6] = [0.693_147_2, 0.240_226_5, 0.055_504_11, 0.009_618_129, 0.001_333_355_8, 0.000_154_035_3];
 
 #[cfg(target_arch = "x86_64")]
-tile_kernel!(avx512, "avx512f", 16, 4,
-    {
-        use std::arch::x86_64::*;
-        use super::SERIES;
-        type V = __m512;
-        #[inline]
-        #[target_feature(enable = "avx512f")]
-        fn load(from: &[f32]) -> V {
-            let from = &from[..16];
-            // SAFETY: the slice has 16 numbers; the load needs no alignment.
-            unsafe { _mm512_loadu_ps(from.as_ptr()) }
-        }
-        #[inline]
-        #[target_feature(enable = "avx512f")]
-        fn store(to: &mut [f32], value: V) {
-            let to = &mut to[..16];
-            // SAFETY: the slice has 16 numbers; the store needs no alignment.
-            unsafe { _mm512_storeu_ps(to.as_mut_ptr(), value) }
-        }
-        #[inline]
-        #[target_feature(enable = "avx512f")]
-        fn zero() -> V { _mm512_setzero_ps() }
-        #[inline]
-        #[target_feature(enable = "avx512f")]
-        fn splat(value: f32) -> V { _mm512_set1_ps(value) }
-        #[inline]
-        #[target_feature(enable = "avx512f")]
-        fn fma(a: V, b: V, c: V) -> V { _mm512_fmadd_ps(a, b, c) }
-        #[inline]
-        #[target_feature(enable = "avx512f")]
-        fn add(a: V, b: V) -> V { _mm512_add_ps(a, b) }
-        #[inline]
-        #[target_feature(enable = "avx512f")]
-        fn sub(a: V, b: V) -> V { _mm512_sub_ps(a, b) }
-        #[inline]
-        #[target_feature(enable = "avx512f")]
-        fn mul(a: V, b: V) -> V { _mm512_mul_ps(a, b) }
-        #[inline]
-        #[target_feature(enable = "avx512f")]
-        fn div(a: V, b: V) -> V { _mm512_div_ps(a, b) }
-        #[inline]
-        #[target_feature(enable = "avx512f")]
-        fn max(a: V, b: V) -> V { _mm512_max_ps(a, b) }
-        /// 2^x for x ≤ 0, −∞ included.
-        #[inline]
-        #[target_feature(enable = "avx512f")]
-        fn exp2(x: V) -> V {
-            // Below −150 every result is 0; a finite bound keeps −∞ out of the subtraction.
-            let x = _mm512_max_ps(x, _mm512_set1_ps(-200.0));
-            let whole = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
-            let rest = _mm512_sub_ps(x, whole);
-            let mut sum = _mm512_set1_ps(SERIES[5]);
-            for term in [SERIES[4], SERIES[3], SERIES[2], SERIES[1], SERIES[0], 1.0] {
-                sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(term));
-            }
-            _mm512_scalef_ps(sum, whole)
-        }
+mod avx512_operations {
+    use super::SERIES;
+    use std::arch::x86_64::*;
+    pub(super) type V = __m512;
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(super) fn load(from: &[f32]) -> V {
+        let from = &from[..16];
+        // SAFETY: the slice has 16 numbers; the load needs no alignment.
+        unsafe { _mm512_loadu_ps(from.as_ptr()) }
     }
-);
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(super) fn store(to: &mut [f32], value: V) {
+        let to = &mut to[..16];
+        // SAFETY: the slice has 16 numbers; the store needs no alignment.
+        unsafe { _mm512_storeu_ps(to.as_mut_ptr(), value) }
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(super) fn zero() -> V {
+        _mm512_setzero_ps()
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(super) fn splat(value: f32) -> V {
+        _mm512_set1_ps(value)
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(super) fn fma(a: V, b: V, c: V) -> V {
+        _mm512_fmadd_ps(a, b, c)
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(super) fn add(a: V, b: V) -> V {
+        _mm512_add_ps(a, b)
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(super) fn sub(a: V, b: V) -> V {
+        _mm512_sub_ps(a, b)
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(super) fn mul(a: V, b: V) -> V {
+        _mm512_mul_ps(a, b)
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(super) fn div(a: V, b: V) -> V {
+        _mm512_div_ps(a, b)
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(super) fn max(a: V, b: V) -> V {
+        _mm512_max_ps(a, b)
+    }
+    /// 2^x for x ≤ 0, −∞ included.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(super) fn exp2(x: V) -> V {
+        // Below −150 every result is 0; a finite bound keeps −∞ out of the subtraction.
+        let x = _mm512_max_ps(x, _mm512_set1_ps(-200.0));
+        let whole = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
+        let rest = _mm512_sub_ps(x, whole);
+        let mut sum = _mm512_set1_ps(SERIES[5]);
+        for term in [SERIES[4], SERIES[3], SERIES[2], SERIES[1], SERIES[0], 1.0] {
+            sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(term));
+        }
+        _mm512_scalef_ps(sum, whole)
+    }
+}
 
 #[cfg(target_arch = "x86_64")]
-tile_kernel!(avx2, "avx2,fma", 8, 3,
-    {
-        use std::arch::x86_64::*;
-        use super::SERIES;
-        type V = __m256;
-        #[inline]
-        #[target_feature(enable = "avx2,fma")]
-        fn load(from: &[f32]) -> V {
-            let from = &from[..8];
-            // SAFETY: the slice has 8 numbers; the load needs no alignment.
-            unsafe { _mm256_loadu_ps(from.as_ptr()) }
-        }
-        #[inline]
-        #[target_feature(enable = "avx2,fma")]
-        fn store(to: &mut [f32], value: V) {
-            let to = &mut to[..8];
-            // SAFETY: the slice has 8 numbers; the store needs no alignment.
-            unsafe { _mm256_storeu_ps(to.as_mut_ptr(), value) }
-        }
-        #[inline]
-        #[target_feature(enable = "avx2,fma")]
-        fn zero() -> V { _mm256_setzero_ps() }
-        #[inline]
-        #[target_feature(enable = "avx2,fma")]
-        fn splat(value: f32) -> V { _mm256_set1_ps(value) }
-        #[inline]
-        #[target_feature(enable = "avx2,fma")]
-        fn fma(a: V, b: V, c: V) -> V { _mm256_fmadd_ps(a, b, c) }
-        #[inline]
-        #[target_feature(enable = "avx2,fma")]
-        fn add(a: V, b: V) -> V { _mm256_add_ps(a, b) }
-        #[inline]
-        #[target_feature(enable = "avx2,fma")]
-        fn sub(a: V, b: V) -> V { _mm256_sub_ps(a, b) }
-        #[inline]
-        #[target_feature(enable = "avx2,fma")]
-        fn mul(a: V, b: V) -> V { _mm256_mul_ps(a, b) }
-        #[inline]
-        #[target_feature(enable = "avx2,fma")]
-        fn div(a: V, b: V) -> V { _mm256_div_ps(a, b) }
-        #[inline]
-        #[target_feature(enable = "avx2,fma")]
-        fn max(a: V, b: V) -> V { _mm256_max_ps(a, b) }
-        /// 2^x for x ≤ 0, −∞ included; 0 below −125.
-        #[inline]
-        #[target_feature(enable = "avx2,fma")]
-        fn exp2(x: V) -> V {
-            let bound = _mm256_set1_ps(-125.0);
-            let visible = _mm256_cmp_ps::<_CMP_GE_OQ>(x, bound);
-            let x = _mm256_max_ps(x, bound);
-            let whole = _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
-            let rest = _mm256_sub_ps(x, whole);
-            let mut sum = _mm256_set1_ps(SERIES[5]);
-            for term in [SERIES[4], SERIES[3], SERIES[2], SERIES[1], SERIES[0], 1.0] {
-                sum = _mm256_fmadd_ps(sum, rest, _mm256_set1_ps(term));
-            }
-            let exponent = _mm256_slli_epi32::<23>(_mm256_cvtps_epi32(whole));
-            let scaled = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(sum), exponent));
-            _mm256_and_ps(scaled, visible)
-        }
+mod avx2_operations {
+    use super::SERIES;
+    use std::arch::x86_64::*;
+    pub(super) type V = __m256;
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    pub(super) fn load(from: &[f32]) -> V {
+        let from = &from[..8];
+        // SAFETY: the slice has 8 numbers; the load needs no alignment.
+        unsafe { _mm256_loadu_ps(from.as_ptr()) }
     }
-);
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    pub(super) fn store(to: &mut [f32], value: V) {
+        let to = &mut to[..8];
+        // SAFETY: the slice has 8 numbers; the store needs no alignment.
+        unsafe { _mm256_storeu_ps(to.as_mut_ptr(), value) }
+    }
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    pub(super) fn zero() -> V {
+        _mm256_setzero_ps()
+    }
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    pub(super) fn splat(value: f32) -> V {
+        _mm256_set1_ps(value)
+    }
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    pub(super) fn fma(a: V, b: V, c: V) -> V {
+        _mm256_fmadd_ps(a, b, c)
+    }
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    pub(super) fn add(a: V, b: V) -> V {
+        _mm256_add_ps(a, b)
+    }
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    pub(super) fn sub(a: V, b: V) -> V {
+        _mm256_sub_ps(a, b)
+    }
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    pub(super) fn mul(a: V, b: V) -> V {
+        _mm256_mul_ps(a, b)
+    }
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    pub(super) fn div(a: V, b: V) -> V {
+        _mm256_div_ps(a, b)
+    }
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    pub(super) fn max(a: V, b: V) -> V {
+        _mm256_max_ps(a, b)
+    }
+    /// 2^x for x ≤ 0, −∞ included; 0 below −125.
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    pub(super) fn exp2(x: V) -> V {
+        let bound = _mm256_set1_ps(-125.0);
+        let visible = _mm256_cmp_ps::<_CMP_GE_OQ>(x, bound);
+        let x = _mm256_max_ps(x, bound);
+        let whole = _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
+        let rest = _mm256_sub_ps(x, whole);
+        let mut sum = _mm256_set1_ps(SERIES[5]);
+        for term in [SERIES[4], SERIES[3], SERIES[2], SERIES[1], SERIES[0], 1.0] {
+            sum = _mm256_fmadd_ps(sum, rest, _mm256_set1_ps(term));
+        }
+        let exponent = _mm256_slli_epi32::<23>(_mm256_cvtps_epi32(whole));
+        let scaled = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(sum), exponent));
+        _mm256_and_ps(scaled, visible)
+    }
+}
 
-tile_kernel!(portable, , 4, 4,
-    {
-        type V = [f32; 4];
-        #[inline]
-        fn load(from: &[f32]) -> V { [from[0], from[1], from[2], from[3]] }
-        #[inline]
-        fn store(to: &mut [f32], value: V) { to[..4].copy_from_slice(&value) }
-        #[inline]
-        fn zero() -> V { [0.0; 4] }
-        #[inline]
-        fn splat(value: f32) -> V { [value; 4] }
-        #[inline]
-        fn map(a: V, b: V, with: impl Fn(f32, f32) -> f32) -> V { std::array::from_fn(|lane| with(a[lane], b[lane])) }
-        #[inline]
-        fn fma(a: V, b: V, c: V) -> V { std::array::from_fn(|lane| a[lane] * b[lane] + c[lane]) }
-        #[inline]
-        fn add(a: V, b: V) -> V { map(a, b, |a, b| a + b) }
-        #[inline]
-        fn sub(a: V, b: V) -> V { map(a, b, |a, b| a - b) }
-        #[inline]
-        fn mul(a: V, b: V) -> V { map(a, b, |a, b| a * b) }
-        #[inline]
-        fn div(a: V, b: V) -> V { map(a, b, |a, b| a / b) }
-        #[inline]
-        fn max(a: V, b: V) -> V { map(a, b, f32::max) }
-        #[inline]
-        fn exp2(x: V) -> V { x.map(f32::exp2) }
+mod portable_operations {
+    pub(super) type V = [f32; 4];
+    #[inline]
+    pub(super) fn load(from: &[f32]) -> V {
+        [from[0], from[1], from[2], from[3]]
     }
-);
+    #[inline]
+    pub(super) fn store(to: &mut [f32], value: V) {
+        to[..4].copy_from_slice(&value)
+    }
+    #[inline]
+    pub(super) fn zero() -> V {
+        [0.0; 4]
+    }
+    #[inline]
+    pub(super) fn splat(value: f32) -> V {
+        [value; 4]
+    }
+    #[inline]
+    pub(super) fn map(a: V, b: V, with: impl Fn(f32, f32) -> f32) -> V {
+        std::array::from_fn(|lane| with(a[lane], b[lane]))
+    }
+    #[inline]
+    pub(super) fn fma(a: V, b: V, c: V) -> V {
+        std::array::from_fn(|lane| a[lane] * b[lane] + c[lane])
+    }
+    #[inline]
+    pub(super) fn add(a: V, b: V) -> V {
+        map(a, b, |a, b| a + b)
+    }
+    #[inline]
+    pub(super) fn sub(a: V, b: V) -> V {
+        map(a, b, |a, b| a - b)
+    }
+    #[inline]
+    pub(super) fn mul(a: V, b: V) -> V {
+        map(a, b, |a, b| a * b)
+    }
+    #[inline]
+    pub(super) fn div(a: V, b: V) -> V {
+        map(a, b, |a, b| a / b)
+    }
+    #[inline]
+    pub(super) fn max(a: V, b: V) -> V {
+        map(a, b, f32::max)
+    }
+    #[inline]
+    pub(super) fn exp2(x: V) -> V {
+        x.map(f32::exp2)
+    }
+}
+
+// Wide tiles for prefill; narrow ones, whose lanes a single row's query heads fill better, for decode.
+#[cfg(target_arch = "x86_64")]
+tile_kernel!(avx512, "avx512f", 16, 4, 4, avx512_operations);
+#[cfg(target_arch = "x86_64")]
+tile_kernel!(avx512_narrow, "avx512f", 16, 1, 8, avx512_operations);
+#[cfg(target_arch = "x86_64")]
+tile_kernel!(avx2, "avx2,fma", 8, 3, 4, avx2_operations);
+#[cfg(target_arch = "x86_64")]
+tile_kernel!(avx2_narrow, "avx2,fma", 8, 1, 8, avx2_operations);
+tile_kernel!(portable, , 4, 4, 4, portable_operations);
