@@ -287,6 +287,7 @@ impl Engine {
         let (model, targets) = (self.model.clone(), active.request.targets.clone());
         let mut sampler = Sampler::new(active.request.sampling.clone());
         let wants_token = active.request.sampling.max_tokens > 0;
+        let slot = active.request.tokens();
         let outcome = self.compute.run(move || {
             model.with_decoder(|decoder| -> Result<Computed, kvsplice_model::Error> {
                 let mut prefill = match (stage, begin, request) {
@@ -305,8 +306,13 @@ impl Engine {
                     return Ok(Computed::Scores(Event::Scores { logprobs, argmax_ids }));
                 }
                 let logits = numbers(&decoder.logits(&hidden)?)?;
-                let token = if wants_token { Some(sampler.next(&logits)?) } else { None };
-                Ok(Computed::First { logits, token, cache, sampler })
+                let sequence = if wants_token {
+                    let token = sampler.next(&logits)?;
+                    Some(Box::new(Sequence { cache, sampler, token, slot }))
+                } else {
+                    None
+                };
+                Ok(Computed::First { logits, sequence })
             })
         });
         match outcome.await {
@@ -317,17 +323,17 @@ impl Engine {
                 active.tell(Ok(scores));
                 self.finish(index, "length");
             }
-            Ok(Ok(Computed::First { logits, token, cache, sampler })) => {
+            Ok(Ok(Computed::First { logits, sequence })) => {
                 let active = &mut self.active[index];
                 active.timeline.rows_end = Some(active.request.now_ms());
                 if active.request.want_logits {
                     active.tell(Ok(Event::Logits(logits)));
                 }
-                match token {
+                match sequence {
                     None => self.finish(index, "length"),
-                    Some(token) => {
-                        let slot = active.request.tokens();
-                        active.stage = Stage::Decode(Box::new(Sequence { cache, sampler, token, slot }));
+                    Some(sequence) => {
+                        let token = sequence.token;
+                        active.stage = Stage::Decode(sequence);
                         self.accept(index, token);
                     }
                 }
@@ -481,5 +487,9 @@ impl Engine {
 enum Computed {
     More(Box<Prefill>),
     Scores(Event),
-    First { logits: Vec<f32>, token: Option<u32>, cache: kvsplice_model::cache::KvCache, sampler: Sampler },
+    /// The first token's logits, and the sequence that goes on from it unless no token is wanted.
+    First {
+        logits: Vec<f32>,
+        sequence: Option<Box<Sequence>>,
+    },
 }

@@ -48,7 +48,7 @@ pub fn ragged_causal(query: &Tensor, keys: &Tensor, values: &Tensor, slots: &[u3
     if i64::from(last) >= capacity {
         return Err(argument("ragged_causal", format!("slot {last} is beyond the capacity {capacity}")));
     }
-    if dim as usize % cpu::attention::HEAD_DIM_STEP != 0 {
+    if !(dim as usize).is_multiple_of(cpu::attention::HEAD_DIM_STEP) {
         return library(query, keys, values, slots);
     }
     let isa = Isa::available()[0];

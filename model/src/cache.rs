@@ -112,7 +112,7 @@ impl StoredLayer {
     pub(crate) fn tensors(&self, kv_heads: i64, head_dim: i64) -> Result<(Tensor, Tensor), Error> {
         let kind = kind_of(self.encoding);
         let row = kv_heads as usize * head_dim as usize * self.encoding.bytes();
-        if self.keys.len() != self.values.len() || self.keys.len() % row != 0 {
+        if self.keys.len() != self.values.len() || !self.keys.len().is_multiple_of(row) {
             let (keys, values) = (self.keys.len(), self.values.len());
             return Err(Error::Argument(format!(
                 "stored layer of {keys} and {values} bytes does not fit rows of {row}"

@@ -197,7 +197,8 @@ macro_rules! tile_kernel {
 }
 
 /// ln(2)^k / k!, the series of 2^x: on ±1/2 six terms are exact to a unit in the last place.
-const SERIES: [f32; 6] = [0.693_147_2, 0.240_226_5, 0.055_504_11, 0.009_618_129, 0.001_333_355_8, 0.000_154_035_3];
+const SERIES: [f32; 6] =
+    [std::f32::consts::LN_2, 0.240_226_5, 0.055_504_11, 0.009_618_129, 0.001_333_355_8, 0.000_154_035_3];
 
 #[cfg(target_arch = "x86_64")]
 mod avx512_operations {
