@@ -33,7 +33,7 @@ fn ingest(server: &str, name: &str) {
     run_ok(&[&common[..], &[&article(name)]].concat()).unwrap();
 }
 
-fn ask<'a>(server: &'a str) -> Vec<&'a str> {
+fn ask(server: &str) -> Vec<&str> {
     vec!["ask", "--server", server, "--corpus", "harbor", "--top-k", "4", "--max-tokens", "16", "--json", QUESTION]
 }
 
@@ -83,7 +83,8 @@ fn the_real_models_serve_several_at_once() {
     let sample = 20;
     let mut idle = client.open(short()).unwrap();
     idle.read_tokens(sample).unwrap();
-    let idle = idle.answer;
+    let alone = idle.answer.median_gap();
+    drop(idle);
     wait_idle(&cluster.worker, Duration::from_secs(10));
 
     let mut running = client.open(short()).unwrap();
@@ -101,9 +102,9 @@ fn the_real_models_serve_several_at_once() {
     prefill.read_ready().unwrap();
     assert!(prefill.answer.planned.prompt_tokens > 3800, "{:?}", prefill.answer.planned);
     assert!(prefill.answer.token_ids.is_empty(), "the prefill ended before the sample");
-    let (idle, busy) = (idle.median_gap(), running.answer.median_gap());
-    println!("median time between tokens: {idle:?} idle, {busy:?} during another's prefill");
-    assert!(busy <= 3 * idle, "{busy:?} during another's prefill, {idle:?} idle");
+    let busy = running.answer.median_gap();
+    println!("median time between tokens: {alone:?} alone, {busy:?} during another's prefill");
+    assert!(busy <= 3 * alone, "{busy:?} during another's prefill, {alone:?} alone");
 
     drop((running, prefill));
     wait_idle(&cluster.worker, Duration::from_secs(10));
@@ -257,7 +258,7 @@ fn a_worker_that_is_down_or_silent_is_reported_within_the_deadline() {
     assert!(line.contains(&address), "{line}");
     assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
     let line = refused(&run(&[&ask(head.address())[..], &["--timeout", "1"]].concat()).unwrap());
-    assert!(line.contains("deadline"), "{line}");
+    assert!(line.contains("--timeout"), "{line}");
 }
 
 #[test]
