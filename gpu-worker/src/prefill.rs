@@ -4,8 +4,6 @@
 //! other work fits between two slices. Invariant: when a slice of layer l runs, every slot below its last row holds
 //! layer l's KV, placed or computed.
 
-use std::ops::Range;
-
 use kvsplice_kernels::rope::Rotation;
 use kvsplice_model::cache::{KvCache, StoredLayer};
 use kvsplice_model::decoder::{Keep, SLICE_ROWS, Segment};
@@ -13,13 +11,6 @@ use kvsplice_model::{Decoder, Error};
 use tch::Tensor;
 
 use crate::request::Request;
-
-/// A part whose KV is placed, not computed.
-#[derive(Debug)]
-struct Placed {
-    slots: Range<u32>,
-    rotation: Rotation,
-}
 
 /// A prompt on its way through the layers.
 #[derive(Debug)]
@@ -32,8 +23,11 @@ pub(crate) struct Prefill {
     hidden: Tensor,
     /// Output of the current layer, slice by slice.
     next: Vec<Tensor>,
-    /// By part: the parts whose KV is placed.
-    placed: Vec<Option<Placed>>,
+    /// By part, whether its KV is placed, not computed.
+    placed: Vec<bool>,
+    /// The slots of all placed parts, ascending.
+    placed_slots: Vec<u32>,
+    placed_rotation: Rotation,
     /// Indices into `slots` whose last hidden state is wanted.
     outputs: Vec<usize>,
     layers: u32,
@@ -58,26 +52,21 @@ impl Prefill {
             .iter()
             .flat_map(|part| part.first_position..part.first_position + part.ids.len() as u32)
             .collect();
-        let at = |values: &[u32]| -> Vec<u32> { rows.iter().map(|&slot| values[slot as usize]).collect() };
-        let parts = request.parts.iter().zip(placed);
-        let placed: Result<Vec<Option<Placed>>, Error> = parts
-            .map(|(part, &placed)| {
-                if !placed {
-                    return Ok(None);
-                }
-                let range = part.slots.start as usize..part.slots.end as usize;
-                Ok(Some(Placed { slots: part.slots.clone(), rotation: decoder.rotation(&positions[range])? }))
-            })
-            .collect();
+        let at =
+            |values: &[u32], slots: &[u32]| -> Vec<u32> { slots.iter().map(|&slot| values[slot as usize]).collect() };
+        let parts = request.parts.iter().zip(placed).filter(|(_, placed)| **placed);
+        let placed_slots: Vec<u32> = parts.flat_map(|(part, _)| part.slots.clone()).collect();
         let first_output = request.tokens().saturating_sub(request.targets.len() as u32 + 1);
         let last_output = if request.targets.is_empty() { first_output } else { request.tokens() - 2 };
         let wanted = first_output..=last_output;
         Ok(Self {
             cache: decoder.cache(request.slots_needed())?,
-            rotation: decoder.rotation(&at(&positions))?,
-            hidden: decoder.embed(&at(&ids))?,
+            rotation: decoder.rotation(&at(&positions, &rows))?,
+            hidden: decoder.embed(&at(&ids, &rows))?,
             next: Vec::new(),
-            placed: placed?,
+            placed: placed.to_vec(),
+            placed_rotation: decoder.rotation(&at(&positions, &placed_slots))?,
+            placed_slots,
             outputs: (0..rows.len()).filter(|&row| wanted.contains(&rows[row])).collect(),
             layers: decoder.config().layers,
             slots: rows,
@@ -133,13 +122,16 @@ impl Prefill {
     }
 
     fn place(&mut self, stored: &[Option<StoredLayer>]) -> Result<(), Error> {
-        for (index, placed) in self.placed.iter().enumerate() {
-            let Some(placed) = placed else { continue };
+        let mut layers = Vec::new();
+        for (index, _) in self.placed.iter().enumerate().filter(|(_, placed)| **placed) {
             let Some(Some(stored)) = stored.get(index) else {
                 return Err(Error::Argument(format!("layer {} of part {index} is not loaded", self.layer)));
             };
-            self.cache.place(self.layer, placed.slots.start, stored, &placed.rotation)?;
+            layers.push(stored);
         }
-        Ok(())
+        match StoredLayer::join(&layers)? {
+            Some(joined) => self.cache.place(self.layer, &self.placed_slots, &joined, &self.placed_rotation),
+            None => Ok(()),
+        }
     }
 }

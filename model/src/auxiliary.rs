@@ -7,7 +7,6 @@
 use std::sync::Arc;
 
 use kvsplice_kernels::rope::Rotation;
-use kvsplice_kv::Encoding;
 use kvsplice_kv::options::{AuxLayers, Softmax};
 use tch::{Kind, Tensor};
 
@@ -40,7 +39,6 @@ pub struct Scoring {
     mask: Tensor,
     /// Of each chunk token, its row in `[chunks · keys]`.
     places: Tensor,
-    encoding: Encoding,
     layer: u32,
     scored: std::ops::Range<u32>,
     /// `[chunks, longest]`, f32, summed over the scored layers.
@@ -92,10 +90,6 @@ impl Scoring {
         if let Some(kv) = request.chunk_kv.iter().chain(&request.prefix_kv).find(|kv| !fits(kv)) {
             return Err(Error::Argument(format!("auxiliary KV has layout {}, the model another one", kv.layout)));
         }
-        let encoding = request.chunk_kv[0].layout.encoding;
-        if let Some(kv) = request.chunk_kv.iter().find(|kv| kv.layout.encoding != encoding) {
-            return Err(Error::Argument(format!("auxiliary KV is stored as {} and {encoding}", kv.layout.encoding)));
-        }
         let prefix = request.prefix_kv.as_ref().map_or(0, |kv| kv.tokens);
         let question = request.question_ids.len() as u32;
         let lengths: Vec<u32> = request.chunk_kv.iter().map(|kv| kv.tokens).collect();
@@ -122,7 +116,6 @@ impl Scoring {
             },
             mask: mask(&lengths, shape, decoder.dtype().kind())?,
             places: places(&lengths, shape)?,
-            encoding,
             layer: 0,
             scored: request.layers.indices(config.layers),
             scores: Tensor::f_zeros([shape.chunks, shape.longest], (Kind::Float, tch::Device::Cpu))?,
@@ -183,13 +176,10 @@ impl Scoring {
             Some(kv) => Some(StoredLayer::split(kv.layout.encoding, &kv.layers[layer]).tensors(kv_heads, head_dim)?),
             None => None,
         };
-        let (mut keys, mut values) = (Vec::new(), Vec::new());
-        for kv in &self.request.chunk_kv {
-            let (chunk_keys, chunk_values) = kv.layers[layer].split_at(kv.layers[layer].len() / 2);
-            keys.extend_from_slice(chunk_keys);
-            values.extend_from_slice(chunk_values);
-        }
-        let joined = StoredLayer { encoding: self.encoding, keys: keys.into(), values: values.into() };
+        let chunks: Vec<StoredLayer> =
+            self.request.chunk_kv.iter().map(|kv| StoredLayer::split(kv.layout.encoding, &kv.layers[layer])).collect();
+        let joined = StoredLayer::join(&chunks.iter().collect::<Vec<_>>())?
+            .ok_or_else(|| Error::Argument("scoring needs at least one chunk".to_owned()))?;
         Ok(Stored { prefix, chunks: joined.tensors(kv_heads, head_dim)? })
     }
 

@@ -65,19 +65,16 @@ impl KvCache {
         Ok(())
     }
 
-    /// Writes stored rows from slot `first` on: keys before rotation (rotated here, in f32, with one rounding) and
-    /// values, each raw bytes `[tokens, kv_heads, head_dim]` of `encoding`.
-    pub fn place(&mut self, layer: u32, first: u32, stored: &StoredLayer, rotation: &Rotation) -> Result<(), Error> {
+    /// Writes stored rows: keys before rotation (rotated here, in f32, with one rounding) and values. `slots` and
+    /// `rotation` are of the rows, in their order.
+    pub fn place(&mut self, layer: u32, slots: &[u32], stored: &StoredLayer, rotation: &Rotation) -> Result<(), Error> {
         let shape = &self.keys[layer as usize].size()[1..];
         let (keys, values) = stored.tensors(shape[0], shape[1])?;
-        let tokens = keys.size()[0];
-        if i64::from(first) + tokens > i64::from(self.capacity) {
-            return Err(Error::Argument(format!("slots {first}..+{tokens} are beyond the cache's {}", self.capacity)));
+        if keys.size()[0] != slots.len() as i64 {
+            return Err(Error::Argument(format!("{} stored rows do not fit {} slots", keys.size()[0], slots.len())));
         }
         let rotated = rotation.apply(&keys)?.f_to_kind(self.kind)?;
-        self.keys[layer as usize].f_narrow(0, i64::from(first), tokens)?.f_copy_(&rotated)?;
-        self.values[layer as usize].f_narrow(0, i64::from(first), tokens)?.f_copy_(&values)?;
-        Ok(())
+        self.write(layer, slots, &rotated, &values.f_to_kind(self.kind)?)
     }
 
     /// Copies slots `0..tokens` of every layer from another cache.
@@ -106,6 +103,21 @@ impl StoredLayer {
     pub fn split(encoding: Encoding, layer: &bytes::Bytes) -> Self {
         let half = layer.len() / 2;
         Self { encoding, keys: layer.slice(..half), values: layer.slice(half..) }
+    }
+
+    /// Several chunks' rows one after another; `None` for no chunk. One large operation is faster than many small ones.
+    /// Fails on mixed encodings.
+    pub fn join<'a>(layers: impl IntoIterator<Item = &'a &'a Self>) -> Result<Option<Self>, Error> {
+        let mut joined: Option<(Encoding, Vec<u8>, Vec<u8>)> = None;
+        for layer in layers {
+            let (encoding, keys, values) = joined.get_or_insert((layer.encoding, Vec::new(), Vec::new()));
+            if *encoding != layer.encoding {
+                return Err(Error::Argument(format!("chunks are stored as {encoding} and as {}", layer.encoding)));
+            }
+            keys.extend_from_slice(&layer.keys);
+            values.extend_from_slice(&layer.values);
+        }
+        Ok(joined.map(|(encoding, keys, values)| Self { encoding, keys: keys.into(), values: values.into() }))
     }
 
     /// Keys in f32 (to be rotated) and values as stored, each `[tokens, kv_heads, head_dim]`.
