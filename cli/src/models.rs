@@ -156,10 +156,12 @@ fn report(name: &str, target: &Path, json: bool) {
 fn list(folder: &Path, json: bool) -> Result<()> {
     for model in &catalog::DEMO_MODELS {
         let path = folder.join(format!("{}.gguf", model.name));
-        let state = match fs::metadata(&path) {
-            Ok(metadata) if metadata.len() == model.bytes => "ready",
-            Ok(_) => "damaged (pull it again)",
-            Err(_) => "not pulled",
+        let state = if !path.exists() {
+            "not pulled"
+        } else if archive::has_digest(&path, model.bytes, model.sha256)? {
+            "ready"
+        } else {
+            "damaged (pull it again)"
         };
         print_entry(model.name, state, Some(model.bytes), model.about, json);
     }

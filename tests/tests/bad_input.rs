@@ -6,13 +6,14 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::{Arc, Mutex, Weak};
 
 use kvsplice_kv::{Encoding, Variant};
 use kvsplice_proto::v1;
 use kvsplice_tests::{
-    CacheService, Client, Cluster, FaultyStore, Pair, Shared, article, home, inline, options, request, run, run_ok,
-    shared, words,
+    CacheService, Client, Cluster, FaultyStore, Pair, Shared, article, home, inline, options, program, request, run,
+    run_ok, shared, words,
 };
 use serde_json::{Value, json};
 use tonic::Code;
@@ -272,6 +273,36 @@ fn a_model_file_that_cannot_be_used_is_named() {
     }
 }
 
+#[test]
+fn a_demo_model_that_is_not_the_pinned_file_is_listed_as_damaged() {
+    let folder = tempfile::tempdir().unwrap();
+    let models = folder.path().join("models");
+    fs::create_dir(&models).unwrap();
+    let list = || {
+        let mut command = Command::new(program().unwrap());
+        let output = command.args(["models", "list"]).env("KVSPLICE_HOME", folder.path()).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        let listed = String::from_utf8(output.stdout).unwrap();
+        listed.lines().find(|line| line.starts_with("smollm2-135m-instruct ")).unwrap().to_owned()
+    };
+    assert!(list().contains("not pulled"));
+    let pinned = home().unwrap().join("models/smollm2-135m-instruct.gguf");
+    let copy = models.join("smollm2-135m-instruct.gguf");
+    fs::copy(&pinned, &copy).unwrap();
+    assert!(list().contains("ready"));
+    // One bit, at the same size.
+    let mut file = OpenOptions::new().read(true).write(true).open(&copy).unwrap();
+    file.seek(SeekFrom::Start(50 << 20)).unwrap();
+    let mut byte = [0];
+    file.read_exact(&mut byte).unwrap();
+    file.seek(SeekFrom::Start(50 << 20)).unwrap();
+    file.write_all(&[byte[0] ^ 1]).unwrap();
+    drop(file);
+    assert!(list().contains("damaged (pull it again)"), "{}", list());
+    OpenOptions::new().write(true).open(&copy).unwrap().set_len(1000).unwrap();
+    assert!(list().contains("damaged (pull it again)"));
+}
+
 /// Every chunk object of a store, by its path.
 fn objects(store: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     let mut found = BTreeMap::new();
@@ -294,7 +325,8 @@ fn damaged_objects_are_repaired_and_the_answer_stays() {
     let intact = objects(&cluster.store());
     let chunk = undisturbed["receipt"]["chunks"][2]["id"].as_str().unwrap();
     let primary = intact.keys().find(|path| path.to_string_lossy().contains(chunk)).unwrap();
-    let damage: [(&str, &dyn Fn(&mut Vec<u8>)); 6] = [
+    type Damage<'a> = (&'a str, &'a dyn Fn(&mut Vec<u8>));
+    let damage: [Damage<'_>; 6] = [
         ("a bit in the last layer", &|bytes| *bytes.last_mut().unwrap() ^= 1),
         ("a bit in the first layer", &|bytes| bytes[(32 << 10) + 5] ^= 0x40),
         ("a bit in the header", &|bytes| bytes[20] ^= 4),
@@ -381,7 +413,8 @@ fn a_store_that_is_full_or_read_only_refuses_new_documents_and_keeps_the_old() {
     ingest_ok(server, &article("marguerite.md"));
     let before = done(server);
     let documents = write(pair.folder(), "inline.jsonl", json!({"text": "A passage of its own."}).to_string());
-    for (error, reason) in [(ErrorKind::StorageFull, "no storage space"), (ErrorKind::ReadOnlyFilesystem, "read-only")] {
+    for (error, reason) in [(ErrorKind::StorageFull, "no storage space"), (ErrorKind::ReadOnlyFilesystem, "read-only")]
+    {
         store.fail_writes(Some(error));
         let line = fails(&ingest(server, &article("eel-pie.md")), UNAVAILABLE, &[]);
         assert!(line.to_lowercase().contains(reason), "{line}");
