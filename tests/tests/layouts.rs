@@ -76,7 +76,8 @@ fn case() -> impl Strategy<Value = Case> {
 
 macro_rules! holds {
     ($condition:expr, $($message:tt)+) => {
-        if !$condition {
+        let kept: bool = $condition;
+        if !kept {
             return Err(TestCaseError::fail(format!($($message)+)));
         }
     };
