@@ -6,8 +6,8 @@
 //!
 //! One body, three instruction sets: a module of operations each, and the macro puts the body on top of it.
 
-/// Keys a block: its scores stay in the first-level cache.
-const BLOCK_KEYS: usize = 96;
+/// Keys a block: its scores, queries and values fit the first-level cache together.
+const BLOCK_KEYS: usize = 64;
 /// `head_dim` is a multiple of this: the inner loops handle as many numbers of a head at once.
 pub(crate) const HEAD_DIM_STEP: usize = 8;
 
