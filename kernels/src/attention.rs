@@ -1,7 +1,7 @@
 //! Attention of scattered query rows over one sequence's keys.
 //!
 //! The mask is explicit: a row at slot s sees the keys of slots 0..=s. Neither of the library's own causal masks fits
-//! scattered rows (one aligns top-left, the other bottom-right; algorithms §1.5). Two ways to the same numbers: our own
+//! scattered rows (one aligns top-left, the other bottom-right). Two ways to the same numbers: our own
 //! CPU kernel, which computes in f32 whatever the tensors' type, and the library's fused kernel on tiles of ascending
 //! rows, with the keys cut at the tile's last slot and a mask inside it, for shapes that ours does not take.
 

@@ -13,9 +13,9 @@ use crate::Error;
 pub enum Strategy {
     /// Plain causal prefill of every token; exact.
     Full,
-    /// Every chunk as cached, nothing recomputed but the question (PromptCache, algorithms §4).
+    /// Every chunk as cached, nothing recomputed but the question (PromptCache, arXiv 2311.04934).
     Direct,
-    /// An auxiliary model picks the rows to recompute (CacheClip, algorithms §9).
+    /// An auxiliary model picks the rows to recompute (CacheClip, arXiv 2510.10129).
     #[default]
     Clip,
 }
@@ -87,7 +87,7 @@ impl fmt::Display for Budget {
     }
 }
 
-/// Sliding-window grouping (CacheClip, algorithms §9.3 step 5): a window of `window` auxiliary tokens that starts at a
+/// Sliding-window grouping (CacheClip, arXiv 2510.10129): a window of `window` auxiliary tokens that starts at a
 /// candidate and holds at least `threshold` candidates is selected whole; other candidates are dropped. Text: `8,5`, or
 /// `none`. `window` 0 means no grouping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -1,6 +1,6 @@
 //! The auxiliary model's scores: how much the question's rows attend to each token of each chunk.
 //!
-//! Source: CacheClip (algorithms §9.3, steps 1 to 3). Each chunk stands alone behind the prefix at chunk-local
+//! Source: CacheClip (arXiv 2510.10129), scoring. Each chunk stands alone behind the prefix at chunk-local
 //! positions; only the question's rows are computed, once a chunk, all chunks in one batch. Chunks are padded to the
 //! longest; the mask hides padding, so padding changes no score.
 

@@ -79,6 +79,40 @@ impl Config {
         }
     }
 
+    /// Refuses numbers that no model has: what a hostile file says must not become sizes of buffers. Returns which.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        for (what, value, most) in [
+            ("layers", self.layers, 4096),
+            ("hidden size", self.hidden, 1 << 18),
+            ("heads", self.heads, 4096),
+            ("KV heads", self.kv_heads, self.heads),
+            ("head size", self.head_dim, 4096),
+            ("MLP size", self.intermediate, 1 << 20),
+            ("vocabulary", self.vocabulary, 1 << 24),
+            ("context", self.context, 1 << 24),
+        ] {
+            if value == 0 || value > most {
+                return Err(format!("{what} must be 1 to {most}, got {value}"));
+            }
+        }
+        if !self.heads.is_multiple_of(self.kv_heads) {
+            return Err(format!("{} heads cannot share {} KV heads", self.heads, self.kv_heads));
+        }
+        if !self.head_dim.is_multiple_of(2) {
+            return Err(format!("head size must be even to be rotated, got {}", self.head_dim));
+        }
+        for (what, value) in [("norm epsilon", self.norm_eps), ("rope base", self.rope_theta)] {
+            if !value.is_finite() || value <= 0.0 {
+                return Err(format!("{what} must be a positive number, got {value}"));
+            }
+        }
+        let frequencies = self.inverse_frequencies();
+        if frequencies.len() != self.head_dim as usize / 2 || !frequencies.iter().all(|number| number.is_finite()) {
+            return Err(format!("rope scaling {:?} does not fit head size {}", self.rope_scaling, self.head_dim));
+        }
+        Ok(())
+    }
+
     /// One inverse frequency a pair of numbers, `head_dim / 2` of them.
     pub fn inverse_frequencies(&self) -> Vec<f64> {
         let pairs = self.head_dim / 2;
@@ -103,7 +137,7 @@ impl Config {
         hidden * dim * (heads + 2 * kv_heads) + heads * dim * hidden + 3 * hidden * u64::from(self.intermediate)
     }
 
-    /// Floating-point operations of computing rows at these slots through all layers (algorithms §13), with `outputs`
+    /// Floating-point operations of computing rows at these slots through all layers, with `outputs`
     /// rows through the last attention, MLP and, for one row, the output matrix.
     pub fn prefill_flops(&self, slots: impl Iterator<Item = u32>, outputs: u64) -> f64 {
         let (mut rows, mut pairs) = (0u64, 0u64);
