@@ -125,7 +125,7 @@ fn model_kind(error: &kvsplice_model::Error) -> Kind {
     use kvsplice_model::Error;
     match error {
         Error::NotFound { .. } | Error::Option(_) => Kind::Usage,
-        Error::Read { .. } | Error::Format { .. } | Error::Unsupported { .. } => Kind::Data,
+        Error::Read { .. } | Error::Format { .. } | Error::Unsupported { .. } | Error::Shape { .. } => Kind::Data,
         _ => Kind::Internal,
     }
 }

@@ -4,6 +4,7 @@
 //! segments, each a run of rows of one sequence with its slots. It does not know why a row is computed.
 
 use kvsplice_kernels::attention::ragged_causal;
+use kvsplice_kernels::memory::release_unused;
 use kvsplice_kernels::rope::{RopeTable, Rotation};
 use tch::{Kind, Tensor};
 
@@ -77,8 +78,7 @@ impl Decoder {
             if tensor.size() == expected {
                 Ok(())
             } else {
-                let found = tensor.size();
-                Err(Error::Argument(format!("{what} has shape {found:?}, the configuration needs {expected:?}")))
+                Err(Error::Shape { tensor: what.to_owned(), found: tensor.size(), expected })
             }
         };
         let outer = weights.outer(config)?;
@@ -96,6 +96,17 @@ impl Decoder {
         for index in 0..config.layers {
             let layer = weights.layer(config, index)?;
             let (queries, keys) = (config.heads * config.head_dim, config.kv_heads * config.head_dim);
+            check("attention norm", &layer.attention_norm, &[config.hidden])?;
+            check("MLP norm", &layer.mlp_norm, &[config.hidden])?;
+            if let Some([query, key, value]) = &layer.qkv_bias {
+                check("query bias", query, &[queries])?;
+                check("key bias", key, &[keys])?;
+                check("value bias", value, &[keys])?;
+            }
+            if let Some([query, key]) = &layer.qk_norm {
+                check("query norm", query, &[config.head_dim])?;
+                check("key norm", key, &[config.head_dim])?;
+            }
             check("query", &layer.query, &[queries, config.hidden])?;
             check("key", &layer.key, &[keys, config.hidden])?;
             check("value", &layer.value, &[keys, config.hidden])?;
@@ -104,6 +115,7 @@ impl Decoder {
             check("up", &layer.up, &[config.intermediate, config.hidden])?;
             check("down", &layer.down, &[config.hidden, config.intermediate])?;
             layers.push(Layer::new(layer, kind)?);
+            release_unused();
         }
         Ok(Self {
             rope: RopeTable::new(&config.inverse_frequencies(), config.context)?,

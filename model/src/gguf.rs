@@ -13,11 +13,14 @@ use tch::Tensor;
 use crate::config::RopeScaling;
 use crate::spec::Opened;
 use crate::tokenizer::{ByteLevelBpe, Tokenizer};
-use crate::weights::{LayerWeights, OuterWeights, Weights, pairs_to_halves};
+use crate::weights::{LayerWeights, OuterWeights, Weights, pairs_to_halves, unknown_bias};
 use crate::{ChatTemplate, Config, Error};
 
 /// The types that users meet and tests cover.
 const TYPES: &str = "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K";
+
+/// Divisors of the inverse rotary frequencies, such as Llama 3's.
+const ROPE_FACTORS: &str = "rope_freqs.weight";
 
 struct Gguf {
     path: String,
@@ -59,9 +62,17 @@ pub(crate) fn open(path: &Path) -> Result<Opened, Error> {
         other => return Err(meta.unsupported(format!("architecture {other}; supported: llama, qwen2, qwen3"))),
     };
     let tokenizer = meta.tokenizer()?;
-    let config = meta.config(&architecture)?;
+    let mut config = meta.config(&architecture)?;
     let template = meta.template(&tokenizer)?;
-    Ok(Opened { config, tokenizer, template, weights: Box::new(Gguf { path: shown, content, reader, pairs }) })
+    if let Some(bias) = unknown_bias(content.tensor_infos.keys()) {
+        return Err(meta.unsupported(format!("tensor {bias}; supported: biases of query, key and value")));
+    }
+    let mut gguf = Gguf { path: shown.clone(), content, reader, pairs };
+    if gguf.content.tensor_infos.contains_key(ROPE_FACTORS) {
+        config.rope_scaling = RopeScaling::Factors(gguf.rope_factors(config.head_dim)?);
+    }
+    config.check().map_err(|what| Error::Format { path: shown, what })?;
+    Ok(Opened { config, tokenizer, template, weights: Box::new(gguf) })
 }
 
 struct Metadata<'a> {
@@ -221,6 +232,19 @@ fn integer(value: &Value) -> Option<u32> {
 }
 
 impl Gguf {
+    /// One divisor a pair of numbers.
+    fn rope_factors(&mut self, head_dim: u32) -> Result<Vec<f64>, Error> {
+        let tensor = self.tensor(ROPE_FACTORS)?;
+        let mut factors = vec![0f32; tensor.numel()];
+        tensor.f_copy_data(&mut factors, tensor.numel())?;
+        let usable = |factor: &f32| factor.is_finite() && *factor > 0.0;
+        if factors.len() != head_dim as usize / 2 || !factors.iter().all(usable) {
+            let what = format!("tensor {ROPE_FACTORS} must be {} positive numbers, one a pair of a head", head_dim / 2);
+            return Err(Error::Format { path: self.path.clone(), what });
+        }
+        Ok(factors.into_iter().map(f64::from).collect())
+    }
+
     /// Reads and dequantizes one tensor to f32.
     fn tensor(&mut self, name: &str) -> Result<Tensor, Error> {
         let format = |what: String| Error::Format { path: self.path.clone(), what };
@@ -283,3 +307,6 @@ impl Weights for Gguf {
         Ok(weights)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -10,7 +10,7 @@ use tch::{Kind, Tensor};
 
 use crate::config::RopeScaling;
 use crate::spec::Opened;
-use crate::weights::{LayerWeights, OuterWeights, Weights};
+use crate::weights::{LayerWeights, OuterWeights, Weights, unknown_bias};
 use crate::{ChatTemplate, Config, Error, Tokenizer};
 
 #[derive(Deserialize)]
@@ -32,7 +32,11 @@ struct RawConfig {
     #[serde(default)]
     attention_bias: bool,
     #[serde(default)]
+    mlp_bias: bool,
+    hidden_act: Option<String>,
+    #[serde(default)]
     use_sliding_window: bool,
+    sliding_window: Option<u32>,
     eos_token_id: Option<OneOrMany>,
 }
 
@@ -111,8 +115,16 @@ fn config(folder: &Path, raw: RawConfig) -> Result<Config, Error> {
         "qwen3" => (raw.attention_bias, true),
         other => return Err(unsupported(format!("model_type {other}; supported: llama, mistral, qwen2, qwen3"))),
     };
-    if raw.use_sliding_window {
+    // Mistral has no switch beside the window's size.
+    let mistral_window = raw.sliding_window.filter(|_| raw.model_type == "mistral");
+    if raw.use_sliding_window || mistral_window.is_some_and(|window| window < raw.max_position_embeddings) {
         return Err(unsupported("sliding-window attention".to_owned()));
+    }
+    if raw.mlp_bias {
+        return Err(unsupported("biases in the MLP".to_owned()));
+    }
+    if let Some(other) = raw.hidden_act.filter(|name| name != "silu") {
+        return Err(unsupported(format!("hidden_act {other}; supported: silu")));
     }
     if raw.num_attention_heads == 0 || raw.num_hidden_layers == 0 {
         return Err(Error::Format { path, what: "a model needs heads and layers".to_owned() });
@@ -135,7 +147,7 @@ fn config(folder: &Path, raw: RawConfig) -> Result<Config, Error> {
             )));
         }
     };
-    Ok(Config {
+    let config = Config {
         layers: raw.num_hidden_layers,
         hidden: raw.hidden_size,
         heads: raw.num_attention_heads,
@@ -155,7 +167,9 @@ fn config(folder: &Path, raw: RawConfig) -> Result<Config, Error> {
             Some(OneOrMany::One(id)) => vec![id],
             Some(OneOrMany::Many(ids)) => ids,
         },
-    })
+    };
+    config.check().map_err(|what| Error::Format { path, what })?;
+    Ok(config)
 }
 
 /// One folder's tensors, over one or several files.
@@ -189,6 +203,10 @@ impl Folder {
             for name in tensors.names() {
                 files.insert(name.to_owned(), path.clone());
             }
+        }
+        if let Some(bias) = unknown_bias(files.keys()) {
+            let what = format!("tensor {bias}; supported: biases of query, key and value");
+            return Err(Error::Unsupported { path: folder.display().to_string(), what });
         }
         Ok(Self { folder: folder.to_owned(), files, current: None })
     }
@@ -257,3 +275,6 @@ impl Weights for Folder {
         })
     }
 }
+
+#[cfg(test)]
+mod tests;

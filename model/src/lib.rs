@@ -19,6 +19,8 @@ mod random;
 pub mod sampling;
 pub mod spec;
 pub mod template;
+#[cfg(test)]
+mod testing;
 pub mod tokenizer;
 mod weights;
 
@@ -71,6 +73,16 @@ pub enum Error {
         path: String,
         /// Which property, and what is supported.
         what: String,
+    },
+    /// A tensor does not fit the model's configuration.
+    #[error("model's {tensor} has shape {found:?}, its configuration needs {expected:?}")]
+    Shape {
+        /// Which tensor.
+        tensor: String,
+        /// Its shape.
+        found: Vec<i64>,
+        /// What it should be.
+        expected: Vec<i64>,
     },
     /// An option of a [`Spec`] has no such value.
     #[error("{0}")]

@@ -32,6 +32,12 @@ impl Tokenizer {
         Ok(Self { literal, plain })
     }
 
+    /// The tokenizer.json that this one could have come from.
+    #[cfg(test)]
+    pub(crate) fn to_json(&self) -> Result<String, Error> {
+        self.literal.to_string(false).map_err(failed)
+    }
+
     /// Plain text → ids with byte spans in `text`. Control tokens in the text are just text.
     pub fn encode(&self, text: &str) -> Result<Tokens, Error> {
         let encoding = self.plain.encode(text, false).map_err(failed)?;

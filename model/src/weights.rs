@@ -55,3 +55,9 @@ pub(crate) fn pairs_to_halves(weight: &Tensor, heads: u32, head_dim: u32) -> Res
     let (heads, half) = (i64::from(heads), i64::from(head_dim) / 2);
     Ok(weight.f_reshape([heads, half, 2, -1])?.f_transpose(1, 2)?.f_reshape(&shape)?)
 }
+
+/// The first of `names` that is a bias which the decoder does not have: leaving one out would answer wrongly.
+pub(crate) fn unknown_bias<'a>(mut names: impl Iterator<Item = &'a String>) -> Option<&'a String> {
+    let known = ["q_proj.bias", "k_proj.bias", "v_proj.bias", "attn_q.bias", "attn_k.bias", "attn_v.bias"];
+    names.find(|name| name.ends_with(".bias") && !known.iter().any(|known| name.ends_with(known)))
+}
