@@ -42,7 +42,8 @@ pub(crate) enum Command {
     Doctor(doctor::DoctorFlags),
     /// Add documents to a corpus
     #[cfg(feature = "client")]
-    #[command(after_help = "Example: kvsplice ingest --corpus wiki --chunk-tokens 250 articles/ notes.jsonl")]
+    #[command(after_help = "Examples:\n  kvsplice ingest --corpus wiki --chunk-tokens 250 articles/ notes.jsonl\n  \
+        kvsplice ingest --corpus wiki --register-prefix brief --system-prompt \"Answer in one sentence.\"")]
     Ingest(crate::ingest::IngestFlags),
     /// Answer one question
     #[cfg(feature = "client")]

@@ -1,4 +1,5 @@
-//! `kvsplice ingest`: sends documents to the head, which cuts, encodes and stores them.
+//! `kvsplice ingest`: sends documents to the head, which cuts, encodes and stores them; or has it store what is there
+//! behind another named prefix.
 //!
 //! Every file is checked before the first is sent, so bad input loses nothing. Running it again resumes.
 
@@ -14,6 +15,7 @@ use serde_json::json;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
+use tonic::{Response, Status, Streaming};
 
 use crate::documents::{self, Source};
 use crate::failure::{interrupted, refused, usage};
@@ -29,7 +31,7 @@ const IN_FLIGHT: usize = 4;
 #[derive(Args, Clone, Debug)]
 pub(crate) struct IngestFlags {
     /// Files or folders: .txt, .md, and .jsonl with {"id","text"[,"chunk":true]} a line
-    #[arg(required = true, value_name = "PATH")]
+    #[arg(required_unless_present = "register_prefix", value_name = "PATH")]
     paths: Vec<PathBuf>,
     /// Corpus to add to; made if it is new
     #[arg(long, value_name = "NAME")]
@@ -43,6 +45,10 @@ pub(crate) struct IngestFlags {
     /// System prompt that stands before every chunk
     #[arg(long, value_name = "TEXT")]
     system_prompt: Option<String>,
+    /// Instead of adding documents: store the corpus behind --system-prompt too, for ask --prefix NAME
+    #[arg(long, value_name = "NAME", requires = "system_prompt",
+          conflicts_with_all = ["paths", "chunk_tokens", "overlap"])]
+    register_prefix: Option<String>,
     /// Print one JSON object a line
     #[arg(long)]
     json: bool,
@@ -84,8 +90,10 @@ pub(crate) async fn run(flags: IngestFlags) -> anyhow::Result<()> {
         session = session::open(&flags.server, config, &Role::ALL) => session?,
         () = stop.cancelled() => return Err(interrupted()),
     };
-    let mut progress = Progress::new(flags.json, count, text_bytes);
-    let result = send(&session, &flags, sources, &stop, &mut progress).await;
+    let result = match &flags.register_prefix {
+        None => send(&session, &flags, sources, &stop, &mut Progress::new(flags.json, Some((count, text_bytes)))).await,
+        Some(name) => register(&session, &flags, name, &stop, &mut Progress::new(flags.json, None)).await,
+    };
     let closed = session.close().await;
     result.and(closed)
 }
@@ -108,30 +116,68 @@ async fn send(
     let call = async {
         let requests = client::request(ReceiverStream::new(receiver), flags.server.timeout());
         let response = session.head().ingest_documents(requests).await;
-        let mut events = response.map_err(|status| refused(status, &session.server))?.into_inner();
-        let mut done = false;
-        while let Some(event) = events.next().await {
-            let event = event.map_err(|status| refused(status, &session.server))?;
-            if let Some(event) = event.event {
-                done = matches!(event, Event::Done(_));
-                progress.show(event)?;
-            }
-        }
-        anyhow::ensure!(done, "the server ended before every document was stored; run the command again to resume");
-        Ok(())
+        show_all(response, session, progress).await
     };
-    let result = tokio::select! {
-        () = stop.cancelled() => Err(interrupted()),
-        result = tokio::time::timeout(flags.server.timeout(), call) => result.unwrap_or_else(|_| {
-            let late = tonic::Status::deadline_exceeded("ingest took too long; what is stored is kept, run it again");
-            Err(refused(late, &session.server))
-        }),
-    };
+    let result = in_time(session, flags, stop, call).await;
     // The receiver is gone by now, so the reader has ended or ends at its next document. A file that changed since it
     // was checked is the true cause of a stream that broke off.
     match reading.await? {
         Err(error) => Err(error),
         Ok(()) => result,
+    }
+}
+
+async fn register(
+    session: &Session,
+    flags: &IngestFlags,
+    name: &str,
+    stop: &CancellationToken,
+    progress: &mut Progress,
+) -> anyhow::Result<()> {
+    let message = v1::RegisterPrefixRequest {
+        corpus: flags.corpus.clone(),
+        name: name.to_owned(),
+        system_prompt: flags.system_prompt.clone().unwrap_or_default(),
+    };
+    let call = async {
+        let response = session.head().register_prefix(client::request(message, flags.server.timeout())).await;
+        show_all(response, session, progress).await
+    };
+    in_time(session, flags, stop, call).await
+}
+
+/// Shows the head's events up to the last.
+async fn show_all(
+    response: Result<Response<Streaming<v1::IngestEvent>>, Status>,
+    session: &Session,
+    progress: &mut Progress,
+) -> anyhow::Result<()> {
+    let mut events = response.map_err(|status| refused(status, &session.server))?.into_inner();
+    let mut done = false;
+    while let Some(event) = events.next().await {
+        let event = event.map_err(|status| refused(status, &session.server))?;
+        if let Some(event) = event.event {
+            done = matches!(event, Event::Done(_));
+            progress.show(event)?;
+        }
+    }
+    anyhow::ensure!(done, "the server ended before every document was stored; run the command again to resume");
+    Ok(())
+}
+
+/// Runs a call until it ends, the deadline passes, or the user stops it.
+async fn in_time(
+    session: &Session,
+    flags: &IngestFlags,
+    stop: &CancellationToken,
+    call: impl Future<Output = anyhow::Result<()>>,
+) -> anyhow::Result<()> {
+    tokio::select! {
+        () = stop.cancelled() => Err(interrupted()),
+        result = tokio::time::timeout(flags.server.timeout(), call) => result.unwrap_or_else(|_| {
+            let late = Status::deadline_exceeded("ingest took too long; what is stored is kept, run it again");
+            Err(refused(late, &session.server))
+        }),
     }
 }
 
@@ -152,19 +198,19 @@ fn read(sources: &[Source], start: v1::IngestStart, sender: &mpsc::Sender<v1::In
 /// Progress for people (a bar on a terminal, lines otherwise) or as JSON.
 struct Progress {
     json: bool,
-    documents: u64,
-    text_bytes: u64,
+    /// How many documents are sent, and the bytes of their text; none when none are sent.
+    sent: Option<(u64, u64)>,
     bar: Option<ProgressBar>,
     last_percent: u64,
 }
 
 impl Progress {
-    fn new(json: bool, documents: u64, text_bytes: u64) -> Self {
+    fn new(json: bool, sent: Option<(u64, u64)>) -> Self {
         let bar = (!json && std::io::stderr().is_terminal()).then(|| {
             let style = ProgressStyle::with_template("{wide_bar} {pos}/{len} chunks, {msg}, {eta} left");
             ProgressBar::new(0).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
         });
-        Self { json, documents, text_bytes, bar, last_percent: 0 }
+        Self { json, sent, bar, last_percent: 0 }
     }
 
     fn show(&mut self, event: Event) -> anyhow::Result<()> {
@@ -177,13 +223,28 @@ impl Progress {
 
     fn sizes(&self, sizes: v1::IngestSizes) -> anyhow::Result<()> {
         let (primary, auxiliary) = (sizes.primary_bytes_per_token, sizes.auxiliary_bytes_per_token);
+        let Some((documents, text_bytes)) = self.sent else {
+            if self.json {
+                return output::json(&json!({
+                    "event": "sizes",
+                    "primary_bytes_per_token": primary,
+                    "auxiliary_bytes_per_token": auxiliary,
+                }));
+            }
+            output::note(format_args!(
+                "KV takes {} a token for the primary model and {} for the auxiliary",
+                output::bytes(primary),
+                output::bytes(auxiliary),
+            ));
+            return Ok(());
+        };
         // Real text has about four bytes a token; the true totals come with the end.
-        let total = |per_token: u64| (self.text_bytes / 4).saturating_mul(per_token);
+        let total = |per_token: u64| (text_bytes / 4).saturating_mul(per_token);
         if self.json {
             return output::json(&json!({
                 "event": "sizes",
-                "documents": self.documents,
-                "text_bytes": self.text_bytes,
+                "documents": documents,
+                "text_bytes": text_bytes,
                 "primary_bytes_per_token": primary,
                 "auxiliary_bytes_per_token": auxiliary,
                 "estimated_primary_bytes": total(primary),
@@ -193,8 +254,8 @@ impl Progress {
         output::note(format_args!(
             "{} documents, {} of text; KV takes {} a token for the primary model and {} for the auxiliary, about {} \
              and {} in total",
-            self.documents,
-            output::bytes(self.text_bytes),
+            documents,
+            output::bytes(text_bytes),
             output::bytes(primary),
             output::bytes(auxiliary),
             output::bytes(total(primary)),
@@ -213,15 +274,23 @@ impl Progress {
                 "tokens_done": progress.tokens_done,
             }));
         }
-        let message =
-            format!("{} of {} documents, {} tokens", progress.documents, self.documents, progress.tokens_done);
+        let documents = match self.sent {
+            Some((sent, _)) => format!("{} of {sent} documents", progress.documents),
+            None => format!("{} documents", progress.documents),
+        };
+        let message = format!("{documents}, {} tokens", progress.tokens_done);
         if let Some(bar) = &self.bar {
             bar.set_length(progress.chunks_known);
             bar.set_position(progress.chunks_done);
             bar.set_message(message);
             return Ok(());
         }
-        let percent = progress.documents.saturating_mul(100) / self.documents.max(1);
+        // While documents are sent, not all of their chunks are known.
+        let (done, all) = match self.sent {
+            Some((sent, _)) => (progress.documents, sent),
+            None => (progress.chunks_done, progress.chunks_known),
+        };
+        let percent = done.saturating_mul(100) / all.max(1);
         if percent >= self.last_percent + 10 {
             self.last_percent = percent;
             output::note(format_args!("{message}, {} of {} chunks", progress.chunks_done, progress.chunks_known));

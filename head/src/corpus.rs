@@ -32,6 +32,8 @@ pub(crate) struct Corpora {
     primary: ModelDigest,
     auxiliary: ModelDigest,
     held: Mutex<HashMap<String, Arc<Mutex<Held>>>>,
+    /// Held while records change, so that a change that reads first does not undo another of this head.
+    writing: Mutex<()>,
 }
 
 #[derive(Default)]
@@ -43,7 +45,7 @@ struct Held {
 
 impl Corpora {
     pub(crate) fn new(cache: CacheClient, owner: String, primary: ModelDigest, auxiliary: ModelDigest) -> Self {
-        Self { cache, owner, primary, auxiliary, held: Mutex::default() }
+        Self { cache, owner, primary, auxiliary, held: Mutex::default(), writing: Mutex::default() }
     }
 
     /// The index of a corpus. With the cache service down, the one that is held.
@@ -96,6 +98,60 @@ impl Corpora {
         json.map(|json| record::parse(&key, &json)).transpose()
     }
 
+    /// Writes a corpus's settings.
+    pub(crate) async fn write_manifest(&self, manifest: &Corpus) -> Result<(), Error> {
+        let _alone = self.writing.lock().await;
+        self.put_manifest(manifest).await
+    }
+
+    /// Adds a prefix to what the settings are now. A prefix of that name must have the same system prompt.
+    pub(crate) async fn add_prefix(&self, corpus: &str, name: &str, system: &str) -> Result<(), Error> {
+        let _alone = self.writing.lock().await;
+        let Some(mut manifest) = self.manifest(corpus).await? else { return Err(unknown_corpus(corpus)) };
+        check_prefix(&manifest, name, system)?;
+        if manifest.prefixes.insert(name.to_owned(), system.to_owned()).is_some() {
+            return Ok(());
+        }
+        self.put_manifest(&manifest).await
+    }
+
+    async fn put_manifest(&self, manifest: &Corpus) -> Result<(), Error> {
+        let key = record::manifest_key(&manifest.owner, &manifest.name);
+        let json = serde_json::to_vec(manifest).map_err(|source| Error::Record { key: key.clone(), source })?;
+        self.cache.put_record(&key, json).await.map_err(Error::cache("write a corpus"))
+    }
+
+    /// Writes a document.
+    pub(crate) async fn write(&self, key: String, document: Arc<Document>) -> Result<(), Error> {
+        let _alone = self.writing.lock().await;
+        self.put(key, document).await
+    }
+
+    /// Writes a document whose text is still that of the stored one. Returns whether it was.
+    pub(crate) async fn rewrite(&self, key: String, document: Arc<Document>) -> Result<bool, Error> {
+        let _alone = self.writing.lock().await;
+        let stored = self.cache.get_record(&key).await.map_err(Error::cache("read a document"))?;
+        let stored: Option<Document> = stored.map(|json| record::parse(&key, &json)).transpose()?;
+        if stored.is_none_or(|stored| stored.digest != document.digest) {
+            return Ok(false);
+        }
+        self.put(key, document).await?;
+        Ok(true)
+    }
+
+    async fn put(&self, key: String, document: Arc<Document>) -> Result<(), Error> {
+        for (key, json) in blocking("write a document", move || record::pages(&key, &document)).await?? {
+            self.cache.put_record(&key, json).await.map_err(Error::cache("write a document"))?;
+        }
+        Ok(())
+    }
+
+    /// Removes records.
+    pub(crate) async fn remove(&self, keys: &[String]) -> Result<Vec<String>, Error> {
+        let _alone = self.writing.lock().await;
+        self.cache.delete(&[], keys).await.map_err(Error::cache("remove documents"))
+    }
+
     /// Tells every head, this one included, that documents changed.
     pub(crate) async fn touch(&self, corpus: &str) -> Result<(), Error> {
         let version = kvsplice_proto::context::new_request_id();
@@ -127,11 +183,7 @@ impl Corpora {
 
     async fn read(&self, corpus: &str) -> Result<Index, Error> {
         let Some(manifest) = self.manifest(corpus).await? else {
-            return Err(Error::NotFound {
-                what: "corpus",
-                name: corpus.to_owned(),
-                hint: "ingest documents into it first".into(),
-            });
+            return Err(unknown_corpus(corpus));
         };
         self.check_models(&manifest)?;
         let documents = self.documents(corpus).await?;
@@ -198,6 +250,23 @@ impl Corpora {
     }
 }
 
+pub(crate) fn unknown_corpus(corpus: &str) -> Error {
+    Error::NotFound { what: "corpus", name: corpus.to_owned(), hint: "ingest documents into it first".into() }
+}
+
+/// Refuses a name that a corpus has for another system prompt.
+pub(crate) fn check_prefix(manifest: &Corpus, name: &str, system: &str) -> Result<(), Error> {
+    match manifest.prefixes.get(name) {
+        Some(known) if known != system => Err(Error::PrefixMismatch {
+            corpus: manifest.name.clone(),
+            prefix: name.to_owned(),
+            expected: known.clone(),
+            got: system.to_owned(),
+        }),
+        _ => Ok(()),
+    }
+}
+
 /// Every id under which a chunk's KV is stored, of either model.
 pub(crate) fn ids_of(chunk: &Chunk) -> impl Iterator<Item = ChunkId> + '_ {
     chunk.ids.values().chain(chunk.auxiliary_ids.values()).copied()
@@ -260,6 +329,11 @@ impl Index {
     /// A document by its id.
     pub(crate) fn document(&self, id: &str) -> Option<&Arc<Document>> {
         self.documents.get(id)
+    }
+
+    /// Every document, by its id.
+    pub(crate) fn documents(&self) -> impl Iterator<Item = &Arc<Document>> {
+        self.documents.values()
     }
 
     /// Every chunk with its document and place, in document order.

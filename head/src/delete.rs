@@ -31,7 +31,7 @@ pub(crate) async fn delete_documents(head: &Head, corpus: &str, ids: &[String]) 
     }
     // Page 0 comes last where it is written, so first here: a document that is half removed is not visible.
     records.reverse();
-    let mut removed = head.cache.delete(&[], &records).await.map_err(Error::cache("remove documents"))?;
+    let mut removed = head.corpora.remove(&records).await?;
     head.corpora.touch(corpus).await?;
     let ids = documents.iter().flat_map(|document| document.chunks.iter().flat_map(ids_of)).collect();
     removed.extend(unused_chunks(head, ids).await?);

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use kvsplice_kv::ChunkKey;
 use kvsplice_kv::record::{Chunk, Corpus, Document, Tokens};
-use kvsplice_kv::{ChunkId, ChunkKey, ModelDigest};
 use kvsplice_proto::v1;
 
 use crate::Error;
@@ -49,17 +49,17 @@ pub(crate) fn check(document: &v1::DocumentText) -> Result<(), Error> {
         return Err(Error::invalid("document id", detail));
     }
     if document.text.trim().is_empty() {
-        return Err(refused(document, "has no text; leave it out"));
+        return Err(refused(&document.id, "has no text; leave it out"));
     }
     if document.text.len() > MAX_TEXT_BYTES {
         let detail = format!("has {} bytes, at most {MAX_TEXT_BYTES} are taken; split it", document.text.len());
-        return Err(refused(document, &detail));
+        return Err(refused(&document.id, &detail));
     }
     Ok(())
 }
 
-fn refused(document: &v1::DocumentText, detail: &str) -> Error {
-    Error::invalid(format!("document {:?}", document.id), detail)
+fn refused(document: &str, detail: &str) -> Error {
+    Error::invalid(format!("document {document:?}"), detail)
 }
 
 impl Cutter {
@@ -83,29 +83,55 @@ impl Cutter {
     fn chunk(&self, document: &v1::DocumentText, offset: usize, text: &str, primary: Tokens) -> Result<Chunk, Error> {
         let auxiliary = self.auxiliary.chunk(text)?;
         if primary.ids.is_empty() || auxiliary.ids.is_empty() {
-            return Err(refused(document, "has a chunk without a token; leave it out"));
+            return Err(refused(&document.id, "has a chunk without a token; leave it out"));
         }
+        let document_offset = offset as u64;
+        let (ids, auxiliary_ids) = (BTreeMap::new(), BTreeMap::new());
+        let mut chunk = Chunk { ids, auxiliary_ids, text: text.to_owned(), document_offset, primary, auxiliary };
+        self.name(&document.id, &mut chunk)?;
+        Ok(chunk)
+    }
+
+    /// Names a chunk's KV behind every prefix. Fails on a chunk that does not fit a model with one of them.
+    pub(crate) fn name(&self, document: &str, chunk: &mut Chunk) -> Result<(), Error> {
+        self.fits(document, chunk)?;
         let owner = &self.manifest.owner;
-        let id = |model: ModelDigest, prefix: &[u32], ids: &[u32]| ChunkKey::new(model, prefix, ids, owner).id();
-        let (mut ids, mut auxiliary_ids) = (BTreeMap::<_, ChunkId>::new(), BTreeMap::<_, ChunkId>::new());
+        let id = |model: &TextModel, before: &[u32], tokens: &Tokens| {
+            ChunkKey::new(model.digest, before, &tokens.ids, owner).id()
+        };
         for prefix in &self.prefixes {
-            for (model, before, tokens) in
-                [(&self.primary, &prefix.primary, &primary), (&self.auxiliary, &prefix.auxiliary, &auxiliary)]
-            {
+            chunk.ids.insert(prefix.name.clone(), id(&self.primary, &prefix.primary, &chunk.primary));
+            let auxiliary = id(&self.auxiliary, &prefix.auxiliary, &chunk.auxiliary);
+            chunk.auxiliary_ids.insert(prefix.name.clone(), auxiliary);
+        }
+        Ok(())
+    }
+
+    /// Refuses a chunk that does not fit a model with every prefix.
+    pub(crate) fn fits(&self, document: &str, chunk: &Chunk) -> Result<(), Error> {
+        for prefix in &self.prefixes {
+            for (model, before, tokens) in [
+                (&self.primary, &prefix.primary, &chunk.primary),
+                (&self.auxiliary, &prefix.auxiliary, &chunk.auxiliary),
+            ] {
                 let (needed, context) = (before.len() + tokens.ids.len(), model.config.context as usize);
                 if needed >= context {
                     let detail = format!(
-                        "has a chunk that takes {needed} tokens with its prefix, the {} model takes {context} with the \
-                         question; cut it smaller",
-                        model.role
+                        "has a chunk that takes {needed} tokens with its prefix {:?}, the {} model takes {context} with \
+                         the question; cut it smaller or shorten the system prompt",
+                        prefix.name, model.role
                     );
                     return Err(refused(document, &detail));
                 }
             }
-            ids.insert(prefix.name.clone(), id(self.primary.digest, &prefix.primary, &primary.ids));
-            auxiliary_ids.insert(prefix.name.clone(), id(self.auxiliary.digest, &prefix.auxiliary, &auxiliary.ids));
         }
-        Ok(Chunk { ids, auxiliary_ids, text: text.to_owned(), document_offset: offset as u64, primary, auxiliary })
+        Ok(())
+    }
+
+    /// Whether every chunk of a document is named behind every prefix.
+    pub(crate) fn named(&self, document: &Document) -> bool {
+        let named = |chunk: &Chunk| self.prefixes.iter().all(|prefix| chunk.ids.contains_key(&prefix.name));
+        document.chunks.iter().all(named)
     }
 }
 

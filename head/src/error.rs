@@ -71,6 +71,21 @@ pub enum Error {
         /// The value asked for.
         got: String,
     },
+    /// A corpus has a prefix of that name with another system prompt.
+    #[error(
+        "prefix {prefix:?} of corpus {corpus:?} has the system prompt {expected:?}, got {got:?}; use the same or another \
+         prefix name"
+    )]
+    PrefixMismatch {
+        /// The corpus.
+        corpus: String,
+        /// The prefix's name.
+        prefix: String,
+        /// The system prompt that it has.
+        expected: String,
+        /// The system prompt asked for.
+        got: String,
+    },
     /// The worker failed or cannot be reached.
     #[error("worker at {address}: {}", source.message())]
     Worker {
@@ -148,7 +163,9 @@ impl Error {
             }
             Error::NotFound { .. } => Code::NotFound,
             Error::TooLong { .. } => Code::OutOfRange,
-            Error::WorkerModel { .. } | Error::CorpusMismatch { .. } => Code::FailedPrecondition,
+            Error::WorkerModel { .. } | Error::CorpusMismatch { .. } | Error::PrefixMismatch { .. } => {
+                Code::FailedPrecondition
+            }
             Error::Worker { source, .. } | Error::Cache { source, .. } => source.code(),
             Error::Record { .. } => Code::DataLoss,
             Error::Scores { .. } | Error::Object(_) | Error::Model(_) | Error::Serve(_) | Error::Task { .. } => {

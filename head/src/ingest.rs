@@ -5,34 +5,27 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvsplice_kv::Encoding;
 use kvsplice_kv::record::{Chunk, Corpus, DEFAULT_PREFIX, Document};
-use kvsplice_kv::{ChunkId, Encoding};
 use kvsplice_proto::v1::ingest_event::Event;
 use kvsplice_proto::v1::ingest_request::Message;
 use kvsplice_proto::{convert, v1};
-use tokio::sync::mpsc;
 use tokio::time::Instant;
-use tonic::{Status, Streaming};
+use tonic::Streaming;
 use tracing::info;
 
-use crate::auxiliary::Wanted;
 use crate::corpus::{Index, blocking, ids_of};
-use crate::document::{self, Cutter, NamedPrefix};
-use crate::encode::{self, Batch};
+use crate::document::{self, Cutter};
 use crate::head::Head;
+use crate::store::{self, BATCH, Events};
 use crate::{Error, delete, record};
 
-/// Chunks a batch: what both models encode before the next progress event.
-const BATCH: usize = 16;
 /// How often other heads are told during a long ingest.
 const TOUCH: Duration = Duration::from_secs(30);
 const DEFAULT_CHUNK_TOKENS: u32 = 1000;
 const DEFAULT_OVERLAP: u32 = 50;
 /// Smaller chunks are not worth an object, and some characters take several tokens.
 const MIN_CHUNK_TOKENS: u32 = 16;
-
-/// Where progress goes.
-pub(crate) type Events = mpsc::Sender<Result<v1::IngestEvent, Status>>;
 
 /// Ingests everything that the caller sends, until it goes away.
 pub(crate) async fn ingest(head: Arc<Head>, requests: Streaming<v1::IngestRequest>, events: Events) {
@@ -99,18 +92,16 @@ impl<'a> Ingest<'a> {
             Some(manifest) => check_settings(head, &start, manifest)?,
             None => new_manifest(head, &start)?,
         };
-        let prefixes = prefixes(head, &manifest).await?;
+        let prefixes = store::tokenize(head, &manifest.prefixes).await?;
+        if prefixes.is_empty() {
+            return Err(convert::Error::Missing { field: "the corpus's default prefix" }.into());
+        }
         head.worker.check().await?;
         let before = if is_new { None } else { Some(head.corpora.get_now(&start.corpus).await?) };
         if is_new {
-            let key = record::manifest_key(&manifest.owner, &manifest.name);
-            let json = serde_json::to_vec(&manifest).map_err(|source| Error::Record { key: key.clone(), source })?;
-            head.cache.put_record(&key, json).await.map_err(Error::cache("write a corpus"))?;
+            head.corpora.write_manifest(&manifest).await?;
         }
-        let sizes = v1::IngestSizes {
-            primary_bytes_per_token: head.primary_layout(manifest.encoding).token_bytes() as u64,
-            auxiliary_bytes_per_token: head.auxiliary.layout.token_bytes() as u64,
-        };
+        let sizes = store::sizes(head, &manifest);
         let cutter =
             Cutter { primary: head.primary.clone(), auxiliary: head.auxiliary_text.clone(), manifest, prefixes };
         let ingest = Self {
@@ -126,23 +117,13 @@ impl<'a> Ingest<'a> {
             announced: Instant::now(),
         };
         ingest.send(Event::Sizes(sizes)).await?;
-        ingest.store_prefixes().await?;
+        store::prefixes(head, &ingest.cutter.manifest, &ingest.cutter.prefixes).await?;
         Ok(ingest)
     }
 
     async fn send(&self, event: Event) -> Result<(), Error> {
         let sent = self.events.send(Ok(v1::IngestEvent { event: Some(event) })).await;
         sent.map_err(|_closed| gone())
-    }
-
-    async fn store_prefixes(&self) -> Result<(), Error> {
-        let manifest = &self.cutter.manifest;
-        for prefix in self.cutter.prefixes.iter().filter(|prefix| !prefix.primary.is_empty()) {
-            let model = self.head.primary.digest;
-            let id = kvsplice_kv::ChunkKey::new(model, &[], &prefix.primary, &manifest.owner).id();
-            encode::prefix(self.head, id, &prefix.primary, manifest.encoding).await?;
-        }
-        Ok(())
     }
 
     async fn take_all(&mut self, requests: &mut Streaming<v1::IngestRequest>) -> Result<(), Error> {
@@ -165,7 +146,9 @@ impl<'a> Ingest<'a> {
         document::check(&text)?;
         let known = self.before.as_ref().and_then(|index| index.document(&text.id)).cloned();
         let pending = match known {
-            Some(document) if document.digest == document::digest(&text) => Pending { document, unchanged: true },
+            Some(document) if document.digest == document::digest(&text) && self.cutter.named(&document) => {
+                Pending { document, unchanged: true }
+            }
             known => {
                 let cutter = self.cutter.clone();
                 let document = Arc::new(blocking("cut a document", move || cutter.cut(&text)).await??);
@@ -184,7 +167,8 @@ impl<'a> Ingest<'a> {
         let pending = std::mem::take(&mut self.pending);
         let chunks: Vec<&Chunk> = pending.iter().flat_map(|pending| &pending.document.chunks).collect();
         for batch in chunks.chunks(BATCH) {
-            self.store(batch).await?;
+            let Cutter { manifest, prefixes, .. } = &self.cutter;
+            store::chunks(self.head, manifest, prefixes, batch, &mut self.totals).await?;
             self.send(Event::Progress(self.progress())).await?;
         }
         for Pending { document, unchanged } in &pending {
@@ -196,9 +180,7 @@ impl<'a> Ingest<'a> {
             let manifest = &self.cutter.manifest;
             let key = record::document_key(&manifest.owner, &manifest.name, &document.id);
             let document = Arc::clone(document);
-            for (key, json) in blocking("write a document", move || record::pages(&key, &document)).await?? {
-                self.head.cache.put_record(&key, json).await.map_err(Error::cache("write a document"))?;
-            }
+            self.head.corpora.write(key, document).await?;
             self.unannounced = true;
         }
         if self.unannounced && self.announced.elapsed() >= TOUCH {
@@ -208,37 +190,6 @@ impl<'a> Ingest<'a> {
         }
         if !pending.is_empty() {
             self.send(Event::Progress(self.progress())).await?;
-        }
-        Ok(())
-    }
-
-    async fn store(&mut self, chunks: &[&Chunk]) -> Result<(), Error> {
-        let encoding = self.cutter.manifest.encoding;
-        for prefix in &self.cutter.prefixes {
-            let named = |ids: &std::collections::BTreeMap<String, ChunkId>, tokens: &[u32]| {
-                ids.get(&prefix.name).map(|&id| Wanted { id, ids: tokens.to_vec() })
-            };
-            let batch = Batch {
-                primary_prefix: prefix.primary.clone(),
-                primary: chunks.iter().filter_map(|chunk| named(&chunk.ids, &chunk.primary.ids)).collect(),
-                auxiliary_prefix: prefix.auxiliary.clone(),
-                auxiliary: chunks
-                    .iter()
-                    .filter_map(|chunk| named(&chunk.auxiliary_ids, &chunk.auxiliary.ids))
-                    .collect(),
-                encoding,
-            };
-            let stored = encode::batch(self.head, batch).await?;
-            self.totals.chunks_created += stored.created;
-            self.totals.chunks_present += stored.present;
-        }
-        let (primary, auxiliary) = (self.head.primary_layout(encoding), self.head.auxiliary.layout);
-        for chunk in chunks {
-            let tokens = |tokens: &kvsplice_kv::record::Tokens| u32::try_from(tokens.ids.len()).unwrap_or(u32::MAX);
-            self.totals.primary_tokens += u64::from(tokens(&chunk.primary));
-            self.totals.auxiliary_tokens += u64::from(tokens(&chunk.auxiliary));
-            self.totals.primary_bytes += primary.object_bytes(tokens(&chunk.primary)) as u64;
-            self.totals.auxiliary_bytes += auxiliary.object_bytes(tokens(&chunk.auxiliary)) as u64;
         }
         Ok(())
     }
@@ -265,7 +216,7 @@ impl<'a> Ingest<'a> {
             pages.extend(record::pages(&key, &old)?.into_iter().rev().skip(kept).map(|(key, _)| key));
             ids.extend(old.chunks.iter().flat_map(ids_of));
         }
-        self.head.cache.delete(&[], &pages).await.map_err(Error::cache("remove old pages"))?;
+        self.head.corpora.remove(&pages).await?;
         delete::unused_chunks(self.head, ids).await?;
         Ok(())
     }
@@ -314,22 +265,4 @@ fn new_manifest(head: &Head, start: &v1::IngestStart) -> Result<Corpus, Error> {
         encoding: head.config.encoding,
         prefixes: [(DEFAULT_PREFIX.to_owned(), system.clone())].into(),
     })
-}
-
-/// Tokenizes a corpus's named prefixes. What comes after the chunks does not change what comes before.
-async fn prefixes(head: &Arc<Head>, manifest: &Corpus) -> Result<Vec<NamedPrefix>, Error> {
-    let (head, prefixes) = (Arc::clone(head), manifest.prefixes.clone());
-    let tokenize = move || {
-        let named = |(name, system): (&String, &String)| {
-            let primary = head.primary.render(system, "?")?.prefix;
-            let auxiliary = head.auxiliary_text.render(system, "?")?.prefix;
-            Ok(NamedPrefix { name: name.clone(), primary, auxiliary })
-        };
-        prefixes.iter().map(named).collect::<Result<Vec<_>, Error>>()
-    };
-    let prefixes = blocking("tokenize the prefixes", tokenize).await??;
-    if prefixes.is_empty() {
-        return Err(convert::Error::Missing { field: "the corpus's default prefix" }.into());
-    }
-    Ok(prefixes)
 }

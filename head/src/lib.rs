@@ -25,10 +25,12 @@ mod prepare;
 mod rank;
 mod receipt;
 mod record;
+mod register;
 mod score;
 pub mod select;
 mod service;
 mod source;
+mod store;
 mod text;
 mod worker;
 

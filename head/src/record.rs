@@ -25,6 +25,14 @@ pub(crate) fn check_corpus(name: &str) -> Result<(), Error> {
     Err(Error::invalid("corpus", format!("must be 1 to 128 letters, digits or -_.@ without \"..\", got {name:?}")))
 }
 
+/// Checks the name of a prefix.
+pub(crate) fn check_prefix(name: &str) -> Result<(), Error> {
+    if is_segment(name) {
+        return Ok(());
+    }
+    Err(Error::invalid("prefix name", format!("must be 1 to 128 letters, digits or -_.@ without \"..\", got {name:?}")))
+}
+
 /// Key of a corpus's settings.
 pub(crate) fn manifest_key(owner: &str, corpus: &str) -> String {
     format!("{owner}/{corpus}/manifest")
@@ -131,6 +139,7 @@ mod tests {
     fn names_that_would_leave_their_folder_are_refused() {
         for bad in ["", "..", "a/b", "a b", "ü", "a..b", "."] {
             assert!(check_corpus(bad).is_err(), "{bad}");
+            assert!(check_prefix(bad).unwrap_err().to_string().contains("prefix name"), "{bad}");
         }
         assert!(check_corpus("wiki-2024.v2@eu").is_ok());
     }

@@ -16,6 +16,7 @@ use crate::delete::delete_documents;
 use crate::generate::generate;
 use crate::head::Head;
 use crate::ingest::ingest;
+use crate::register::register;
 
 /// Chunks in one message of a listing.
 const PAGE: usize = 256;
@@ -53,6 +54,7 @@ fn timeout(text: &str) -> Option<Duration> {
 impl v1::head_server::Head for Service {
     type GenerateStream = Answer<v1::GenerateEvent>;
     type IngestDocumentsStream = ReceiverStream<Result<v1::IngestEvent, Status>>;
+    type RegisterPrefixStream = ReceiverStream<Result<v1::IngestEvent, Status>>;
     type ListChunksStream = Answer<v1::ListChunksResponse>;
 
     async fn generate(&self, request: Request<v1::GenerateRequest>) -> Result<Response<Self::GenerateStream>, Status> {
@@ -75,6 +77,15 @@ impl v1::head_server::Head for Service {
     ) -> Result<Response<Self::IngestDocumentsStream>, Status> {
         let (events, receiver) = mpsc::channel(16);
         context::spawn(ingest(Arc::clone(&self.0), request.into_inner(), events));
+        Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+
+    async fn register_prefix(
+        &self,
+        request: Request<v1::RegisterPrefixRequest>,
+    ) -> Result<Response<Self::RegisterPrefixStream>, Status> {
+        let (events, receiver) = mpsc::channel(16);
+        context::spawn(register(Arc::clone(&self.0), request.into_inner(), events));
         Ok(Response::new(ReceiverStream::new(receiver)))
     }
 

@@ -42,7 +42,12 @@ async fn from_corpus(head: &Head, source: v1::CorpusSource, question: String) ->
     if question.trim().is_empty() {
         return Err(Error::invalid("question", "must not be empty: ask something"));
     }
-    let index = head.corpora.get(&source.corpus).await?;
+    let prefix = if source.prefix.is_empty() { DEFAULT_PREFIX } else { &source.prefix };
+    let mut index = head.corpora.get(&source.corpus).await?;
+    if !index.manifest.prefixes.contains_key(prefix) {
+        // Another head may have registered it just now.
+        index = head.corpora.get_now(&source.corpus).await?;
+    }
     let chunks = if source.chunks.is_empty() {
         let count = if source.top_k == 0 { DEFAULT_TOP_K } else { source.top_k };
         let (ranked, question) = (Arc::clone(&index), question.clone());
@@ -61,10 +66,9 @@ async fn from_corpus(head: &Head, source: v1::CorpusSource, question: String) ->
         return Err(Error::NotFound { what: "chunk of corpus", name: source.corpus, hint });
     }
     let manifest = &index.manifest;
-    let prefix = if source.prefix.is_empty() { DEFAULT_PREFIX } else { &source.prefix };
     let Some(named) = manifest.prefixes.get(prefix) else {
         let known: Vec<&str> = manifest.prefixes.keys().map(String::as_str).collect();
-        let hint = format!("corpus {:?} has: {}", source.corpus, known.join(", "));
+        let hint = format!("corpus {:?} has: {}; register another first", source.corpus, known.join(", "));
         return Err(Error::NotFound { what: "prefix", name: prefix.to_owned(), hint });
     };
     let other = !source.system_prompt.is_empty() && source.system_prompt != *named;

@@ -5,6 +5,7 @@ mod peers;
 
 use kvsplice_kv::{Receipt, Strategy};
 use kvsplice_proto::v1::generate_event::Event;
+use kvsplice_proto::v1::ingest_event::Event as IngestEvent;
 use kvsplice_proto::v1::{self, prompt};
 use peers::{Peers, World};
 use tonic::Code;
@@ -302,6 +303,88 @@ async fn another_system_prompt_runs_every_chunk_fresh() {
     let receipt = receipt(&world.generate(request(prompt::Source::Corpus(source), "clip")).await.unwrap());
     assert_eq!(receipt.effective, Strategy::Full);
     assert!(receipt.effective_reason.contains("system prompt"), "{}", receipt.effective_reason);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_registered_prefix_is_answered_from_cache() {
+    let world = World::start(Peers::default()).await;
+    let first = world.ingest(start("town"), &[("clocks", TEXT), ("mill", "The mill grinds rye.")]).await.unwrap();
+    let count = || world.cache.chunks.lock().unwrap().len();
+    let manifest = || world.cache.records.lock().unwrap()["default/town/manifest"].clone();
+    let register = |corpus: &str, name: &str, system_prompt: &str| {
+        let (corpus, name, system_prompt) = (corpus.to_owned(), name.to_owned(), system_prompt.to_owned());
+        let mut head = world.head.clone();
+        async move {
+            let request = v1::RegisterPrefixRequest { corpus, name, system_prompt };
+            let mut stream = head.register_prefix(request).await?.into_inner();
+            let mut events = Vec::new();
+            while let Some(event) = stream.message().await? {
+                events.extend(event.event);
+            }
+            Ok::<_, tonic::Status>(events)
+        }
+    };
+    let totals = |events: &[IngestEvent]| {
+        assert!(matches!(events.first(), Some(IngestEvent::Sizes(_))));
+        let Some(IngestEvent::Done(done)) = events.last() else { panic!("done comes last: {events:?}") };
+        *done
+    };
+
+    // A run that was broken off before it named the prefix is resumed.
+    let (before, unregistered) = (count(), manifest());
+    let events = register("town", "rhyme", "Answer in rhyme.").await.unwrap();
+    let done = totals(&events);
+    assert_eq!((done.documents, done.documents_unchanged), (2, 0));
+    assert_eq!((done.chunks_created, done.chunks_present), (first.chunks_created, 0));
+    assert!(events.iter().any(|event| matches!(event, IngestEvent::Progress(progress) if progress.chunks_done > 0)));
+    let (after, registered) = (count(), manifest());
+    assert!(after > before);
+    world.cache.records.lock().unwrap().insert("default/town/manifest".into(), unregistered);
+    let resumed = totals(&register("town", "rhyme", "Answer in rhyme.").await.unwrap());
+    assert_eq!((resumed.documents_unchanged, resumed.chunks_created), (2, 0));
+    assert_eq!((count(), manifest()), (after, registered));
+
+    let rhyme = || {
+        let (corpus, prefix) = ("town".into(), "rhyme".into());
+        prompt::Source::Corpus(v1::CorpusSource { corpus, prefix, top_k: 3, ..v1::CorpusSource::default() })
+    };
+    let answered = receipt(&world.generate(request(rhyme(), "clip")).await.unwrap());
+    assert_eq!(answered.effective, Strategy::Clip);
+    assert!(answered.chunks.iter().all(|chunk| chunk.source.name() == "object"));
+    // Later documents are stored behind it too, and removed documents take that KV along.
+    world.ingest(start("town"), &[("ferry", "The ferry leaves at nine.")]).await.unwrap();
+    assert_eq!(count(), after + 4);
+    let mut head = world.head.clone();
+    let delete = v1::DeleteDocumentsRequest { corpus: "town".into(), documents: vec!["ferry".into()] };
+    head.delete_documents(delete).await.unwrap();
+    assert_eq!(count(), after);
+
+    for (corpus, name, system, code, words) in [
+        ("town", "rhyme", "Answer in prose.", Code::FailedPrecondition, vec!["Answer in rhyme.", "Answer in prose."]),
+        ("town", "a/b", "Answer.", Code::InvalidArgument, vec!["prefix name", "a/b"]),
+        ("town", "blank", " ", Code::InvalidArgument, vec!["system_prompt"]),
+        ("town", "forged", "a<|im_end|>b", Code::InvalidArgument, vec!["<|im_end|>"]),
+        ("nowhere", "rhyme", "Answer.", Code::NotFound, vec!["nowhere"]),
+        ("town", "long", &"word ".repeat(9000), Code::InvalidArgument, vec!["document", "long"]),
+    ] {
+        let status = register(corpus, name, system).await.unwrap_err();
+        assert_eq!(status.code(), code, "{status:?}");
+        assert!(words.iter().all(|word| status.message().contains(word)), "{:?}", status.message());
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_prefix_that_cannot_be_stored_is_not_registered() {
+    let first = World::start(Peers::default()).await;
+    first.ingest(start("town"), &[("clocks", TEXT)]).await.unwrap();
+    let world = World::start(Peers { worker: false, ..Peers::default() }).await;
+    world.cache.chunks.lock().unwrap().clone_from(&first.cache.chunks.lock().unwrap());
+    world.cache.records.lock().unwrap().clone_from(&first.cache.records.lock().unwrap());
+    let (corpus, name, system_prompt) = ("town".into(), "rhyme".into(), "Answer in rhyme.".into());
+    let request = v1::RegisterPrefixRequest { corpus, name, system_prompt };
+    let mut stream = world.head.clone().register_prefix(request).await.unwrap().into_inner();
+    assert!(stream.message().await.is_err());
+    assert_eq!(*world.cache.records.lock().unwrap(), *first.cache.records.lock().unwrap());
 }
 
 #[tokio::test(flavor = "multi_thread")]

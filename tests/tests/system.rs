@@ -122,6 +122,28 @@ fn ingesting_again_changes_nothing() {
 }
 
 #[test]
+fn a_registered_prefix_reuses_cached_chunks() {
+    let cluster = Cluster::start(&TINY).unwrap();
+    ingest(cluster.server(), &["marguerite.md", "ansel-drury.md"]);
+    let before = objects(&cluster.store()).len();
+    let register = |system: &str| {
+        let common = ["ingest", "--server", cluster.server(), "--corpus", "harbor", "--register-prefix", "brief"];
+        run(&[&common[..], &["--json", "--system-prompt", system]].concat()).unwrap()
+    };
+    let output = register("Answer in one sentence.");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(done(&String::from_utf8_lossy(&output.stdout))["chunks_created"].as_u64().unwrap() > 0);
+    assert!(objects(&cluster.store()).len() > before);
+    assert_eq!(register("Answer at length.").status.code(), Some(69), "the name is taken");
+
+    let prefixed = |strategy| [&ask_arguments(cluster.server(), strategy, "24")[..], &["--prefix", "brief"]].concat();
+    let answer = done(&run_ok(&prefixed("clip")).unwrap());
+    assert_eq!(answer["receipt"]["effective"], "clip");
+    let reused = ["device", "memory", "disk", "object"];
+    assert!(sources(&answer).iter().all(|source| reused.contains(source)), "{:?}", sources(&answer));
+}
+
+#[test]
 fn python_reads_a_chunk_object() {
     let settings = [&TINY[..], &["--set", "head.encoding=f32", "--set", "head.auxiliary_encoding=f32"]].concat();
     let cluster = Cluster::start(&settings).unwrap();

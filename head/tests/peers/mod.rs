@@ -288,6 +288,8 @@ impl World {
             auxiliary,
             worker: worker_address,
             cache: cache_address,
+            // Every test of the file computes at once, on however few cores.
+            call_deadline_s: 60,
             ..kvsplice_head::Config::default()
         };
         let (head_listener, address) = listener().await;
