@@ -6,6 +6,7 @@
 pub mod attention;
 mod cpu;
 mod data;
+pub mod memory;
 mod parallel;
 pub mod rope;
 

@@ -177,7 +177,8 @@ fn check_rows(cluster: &Cluster, splice: &Value) {
             ranges: convert::ranges(&RowRanges::from_slots(ids(&case["rows"]))),
             complete_below: token_ids.len() as u32,
         };
-        let messages = [Message::Start(start), Message::Rows(rows)].map(|message| v1::PrefillRequest { message: Some(message) });
+        let messages =
+            [Message::Start(start), Message::Rows(rows)].map(|message| v1::PrefillRequest { message: Some(message) });
         let mut events = worker.prefill(tokio_stream::iter(messages)).await.unwrap().into_inner();
         let mut logits = Vec::new();
         while let Some(event) = events.message().await.unwrap() {
