@@ -254,7 +254,7 @@ impl Decoder {
         let (heads, kv_heads) = (i64::from(self.config.heads), i64::from(self.config.kv_heads));
         let normed = self.rms_norm(hidden, &weights.attention_norm)?;
         let all =
-            normed.f_linear(&weights.qkv, weights.qkv_bias.as_ref())?.f_view([rows, heads + 2 * kv_heads, dim])?;
+            product(&normed, &weights.qkv, weights.qkv_bias.as_ref())?.f_view([rows, heads + 2 * kv_heads, dim])?;
         let mut query = all.f_narrow(1, 0, heads)?;
         let mut key = all.f_narrow(1, heads, kv_heads)?;
         if let Some([query_norm, key_norm]) = &weights.qk_norm {
@@ -269,26 +269,45 @@ impl Decoder {
         let weights = &self.layers[layer as usize];
         let rows = hidden.size()[0];
         let intermediate = i64::from(self.config.intermediate);
-        let none: Option<Tensor> = None;
-        let mut hidden = attention.f_reshape([rows, -1])?.f_linear(&weights.output, none.as_ref())?.f_add_(hidden)?;
+        let mut hidden = product(&attention.f_reshape([rows, -1])?, &weights.output, None)?.f_add_(hidden)?;
         let normed = self.rms_norm(&hidden, &weights.mlp_norm)?;
-        let gate_up = normed.f_linear(&weights.gate_up, none.as_ref())?;
+        let gate_up = product(&normed, &weights.gate_up, None)?;
         let mut gate = gate_up.f_narrow(1, 0, intermediate)?.f_silu_()?;
         let up = gate_up.f_narrow(1, intermediate, intermediate)?;
         let inner = gate.f_mul_(&up)?;
-        Ok(hidden.f_add_(&inner.f_linear(&weights.down, none.as_ref())?)?)
+        Ok(hidden.f_add_(&product(&inner, &weights.down, None)?)?)
     }
 
     /// `[rows, hidden]` after the last layer → logits `[rows, vocabulary]`, f32.
     pub fn logits(&self, hidden: &Tensor) -> Result<Tensor, Error> {
-        let none: Option<Tensor> = None;
-        let logits = self.rms_norm(hidden, &self.norm)?.f_linear(&self.head, none.as_ref())?;
+        let logits = product(&self.rms_norm(hidden, &self.norm)?, &self.head, None)?;
         Ok(logits.f_to_kind(Kind::Float)?)
     }
 
     fn rms_norm(&self, hidden: &Tensor, weight: &Tensor) -> Result<Tensor, Error> {
         Ok(hidden.f_rms_norm(weight.size(), Some(weight), self.config.norm_eps)?)
     }
+}
+
+/// Rows up to which a bf16 product goes row by row: the library's matrix product reads bf16 weights at a quarter of the
+/// speed of its matrix-vector product (measured with AMX: 5.5 ms against 1.4 ms for one row of 8.7 million weights).
+const FEW_ROWS: i64 = 3;
+
+/// rows · weightᵀ + bias. `rows`: `[rows, in]`, `weight`: `[out, in]`.
+fn product(rows: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor, Error> {
+    let count = rows.size()[0];
+    if rows.kind() != Kind::BFloat16 || count == 0 || count > FEW_ROWS {
+        return Ok(rows.f_linear(weight, bias)?);
+    }
+    let mut products = Vec::new();
+    for row in 0..count {
+        products.push(weight.f_mv(&rows.f_select(0, row)?.f_contiguous()?)?);
+    }
+    let product = Tensor::f_stack(&products, 0)?;
+    Ok(match bias {
+        Some(bias) => product.f_add(bias)?,
+        None => product,
+    })
 }
 
 impl Layer {
