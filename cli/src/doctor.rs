@@ -17,6 +17,9 @@ pub(crate) struct DoctorFlags {
     /// Print one JSON object a line
     #[arg(long)]
     json: bool,
+    /// Only ask whether the role at this address serves
+    #[arg(long, value_name = "ADDR")]
+    server: Option<String>,
     #[command(flatten)]
     config: ConfigFlags,
 }
@@ -56,14 +59,10 @@ pub(crate) async fn run(flags: DoctorFlags) -> anyhow::Result<()> {
         return output::line(config.to_toml()?.trim_end());
     }
     let _telemetry = telemetry::start(config.log.as_deref().unwrap_or("error"), config.otlp.as_deref())?;
-    let mut checks = cpu();
-    checks.push(libtorch());
-    checks.extend(models(&config).await);
-    for role in Role::ALL {
-        checks.push(port(role, &config).await);
-    }
-    #[cfg(feature = "cache")]
-    checks.push(store(config).await);
+    let checks = match &flags.server {
+        Some(address) => vec![serving(address).await],
+        None => machine(config).await,
+    };
     for Check { what, verdict, detail } in &checks {
         if flags.json {
             output::json(&json!({"event": "check", "what": what, "verdict": verdict.name(), "detail": detail}))?;
@@ -82,6 +81,29 @@ pub(crate) async fn run(flags: DoctorFlags) -> anyhow::Result<()> {
         )));
     }
     Ok(())
+}
+
+/// Whether a role serves.
+async fn serving(address: &str) -> Check {
+    let what = format!("server {address}");
+    match kvsplice_proto::client::channel(address) {
+        Err(error) => check(what, Verdict::Bad, error.to_string()),
+        Ok(channel) if roles::is_serving(channel.clone()).await => check(what, Verdict::Good, "serves"),
+        Ok(_) => check(what, Verdict::Bad, "does not serve; start it, or wait until it has loaded its models"),
+    }
+}
+
+/// What this machine has for the roles.
+async fn machine(config: Config) -> Vec<Check> {
+    let mut checks = cpu();
+    checks.push(libtorch());
+    checks.extend(models(&config).await);
+    for role in Role::ALL {
+        checks.push(port(role, &config).await);
+    }
+    #[cfg(feature = "cache")]
+    checks.push(store(config).await);
+    checks
 }
 
 /// The features that decide how fast matrices multiply.
