@@ -39,7 +39,7 @@ pub(crate) enum Command {
     Models(models::Args),
     /// Check CPU, libraries, models, ports and the store
     #[command(after_help = "Example: kvsplice doctor --config kvsplice.toml")]
-    Doctor(doctor::DoctorFlags),
+    Doctor(Box<doctor::DoctorFlags>),
     /// Add documents to a corpus
     #[cfg(feature = "client")]
     #[command(after_help = "Examples:\n  kvsplice ingest --corpus wiki --chunk-tokens 250 articles/ notes.jsonl\n  \
@@ -115,7 +115,7 @@ impl Command {
                 serve::run(flags.serve, &[Role::Cache]).await
             }
             Command::Models(args) => models::run(args),
-            Command::Doctor(flags) => doctor::run(flags).await,
+            Command::Doctor(flags) => doctor::run(*flags).await,
             #[cfg(feature = "client")]
             Command::Ingest(flags) => crate::ingest::run(flags).await,
             #[cfg(feature = "client")]
