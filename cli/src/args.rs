@@ -22,15 +22,15 @@ pub(crate) enum Command {
     /// Run head, worker and cache service in one process
     #[cfg(all(feature = "head", feature = "worker", feature = "cache"))]
     #[command(after_help = "Example: kvsplice up --listen 127.0.0.1:7400")]
-    Up(ServeFlags),
+    Up(Box<ServeFlags>),
     /// Run the head: what callers talk to
     #[cfg(feature = "head")]
     #[command(after_help = "Example: kvsplice head --config kvsplice.toml --set head.worker=10.0.0.7:7401")]
-    Head(ServeFlags),
+    Head(Box<ServeFlags>),
     /// Run a worker: it loads, recomputes and decodes
     #[cfg(feature = "worker")]
     #[command(after_help = "Example: kvsplice worker --config kvsplice.toml --set worker.cache=10.0.0.8:7402")]
-    Worker(ServeFlags),
+    Worker(Box<ServeFlags>),
     /// Run the cache service, or look into one
     #[cfg(any(feature = "cache", feature = "client"))]
     #[command(after_help = "Examples:\n  kvsplice cache --object-store file:///srv/kv\n  kvsplice cache stats")]
@@ -44,7 +44,7 @@ pub(crate) enum Command {
     #[cfg(feature = "client")]
     #[command(after_help = "Examples:\n  kvsplice ingest --corpus wiki --chunk-tokens 250 articles/ notes.jsonl\n  \
         kvsplice ingest --corpus wiki --register-prefix brief --system-prompt \"Answer in one sentence.\"")]
-    Ingest(crate::ingest::IngestFlags),
+    Ingest(Box<crate::ingest::IngestFlags>),
     /// Answer one question
     #[cfg(feature = "client")]
     #[command(after_help = "Examples:\n  kvsplice ask --corpus wiki \"Who built the ferry?\"\n  \
@@ -100,11 +100,11 @@ impl Command {
     pub(crate) async fn run(self) -> anyhow::Result<()> {
         match self {
             #[cfg(all(feature = "head", feature = "worker", feature = "cache"))]
-            Command::Up(flags) => serve::run(flags, &Role::ALL).await,
+            Command::Up(flags) => serve::run(*flags, &Role::ALL).await,
             #[cfg(feature = "head")]
-            Command::Head(flags) => serve::run(flags, &[Role::Head]).await,
+            Command::Head(flags) => serve::run(*flags, &[Role::Head]).await,
             #[cfg(feature = "worker")]
-            Command::Worker(flags) => serve::run(flags, &[Role::Worker]).await,
+            Command::Worker(flags) => serve::run(*flags, &[Role::Worker]).await,
             #[cfg(any(feature = "cache", feature = "client"))]
             Command::Cache(flags) => {
                 let flags = *flags;
@@ -117,7 +117,7 @@ impl Command {
             Command::Models(args) => models::run(args),
             Command::Doctor(flags) => doctor::run(*flags).await,
             #[cfg(feature = "client")]
-            Command::Ingest(flags) => crate::ingest::run(flags).await,
+            Command::Ingest(flags) => crate::ingest::run(*flags).await,
             #[cfg(feature = "client")]
             Command::Ask(flags) => crate::ask::run(*flags).await,
             #[cfg(feature = "client")]
