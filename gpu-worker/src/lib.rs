@@ -20,6 +20,7 @@ mod request;
 mod schedule;
 mod service;
 mod text;
+mod tree;
 
 use std::future::Future;
 
@@ -32,6 +33,7 @@ use tracing::info;
 
 pub use config::Config;
 pub use error::Error;
+pub use tree::Policy;
 
 /// Loads the model, then serves on `listener` until `shutdown` resolves and what was running has ended.
 pub async fn run(
