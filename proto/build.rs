@@ -14,6 +14,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         .bytes(".kvsplice.v1.Frame.data")
         .bytes(".kvsplice.v1.PutChunkRequest.data")
         .bytes(".kvsplice.v1.PrefillEvent.logits")
+        .bytes(".kvsplice.v1.ScoreResponse.distributions")
+        .bytes(".kvsplice.v1.ScoreAnswerResponse.distributions")
         .compile_fds(descriptors)?;
     Ok(())
 }

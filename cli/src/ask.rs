@@ -52,9 +52,8 @@ pub(crate) async fn run(flags: AskFlags) -> anyhow::Result<()> {
     if flags.config.print_config {
         return output::line(config.to_toml()?.trim_end());
     }
-    flags.options.check(flags.strategy)?;
     let request = v1::GenerateRequest {
-        options: Some(flags.options.with(flags.strategy)?.into()),
+        options: Some(flags.options.of(flags.strategy)?.into()),
         sampling: Some(flags.sampling.read()?),
         prompt: Some(flags.prompt.read()?),
         dump: flags.dump.is_some(),

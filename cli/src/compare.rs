@@ -2,7 +2,7 @@
 
 use clap::Args;
 use comfy_table::{CellAlignment, Table, presets};
-use kvsplice_kv::{Options, Strategy};
+use kvsplice_kv::Options;
 use kvsplice_proto::v1;
 use kvsplice_proto::v1::generate_event::Event;
 use serde_json::{Value, json};
@@ -10,7 +10,8 @@ use tokio_util::sync::CancellationToken;
 
 use crate::flags::{ConfigFlags, ServerFlags};
 use crate::generate::{Answer, generate};
-use crate::prompt::{OptionFlags, PromptFlags, SamplingFlags, ratio};
+use crate::failure::usage;
+use crate::prompt::{OptionFlags, PromptFlags, SamplingFlags};
 use crate::receipt::{self, Stages};
 use crate::roles::Role;
 use crate::session::Session;
@@ -22,9 +23,9 @@ use crate::{output, session, signals, telemetry};
 pub(crate) struct CompareFlags {
     #[command(flatten)]
     prompt: PromptFlags,
-    /// Strategies to compare, each NAME or NAME:RATIO, such as full,clip:0.1,clip:0.3
-    #[arg(long, value_name = "LIST", value_delimiter = ',', default_values = ["full", "direct", "clip"], value_parser = contender)]
-    strategies: Vec<(Strategy, Option<f32>)>,
+    /// Strategies to compare, each NAME, NAME:RATIO or NAME:OPTION=VALUE, such as full,clip:0.1,guided:0.2:group=none
+    #[arg(long, value_name = "LIST", default_value = "full,direct,clip")]
+    strategies: String,
     /// Ask each this often, in turns; the table has medians
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1000))]
     rounds: u32,
@@ -41,14 +42,6 @@ pub(crate) struct CompareFlags {
     config: ConfigFlags,
 }
 
-fn contender(text: &str) -> Result<(Strategy, Option<f32>), String> {
-    let (name, share) = match text.split_once(':') {
-        Some((name, share)) => (name, Some(ratio(share)?)),
-        None => (text, None),
-    };
-    Ok((name.parse().map_err(|error: kvsplice_kv::Error| error.to_string())?, share))
-}
-
 impl CompareFlags {
     /// Whether models run in this process.
     #[cfg(any(feature = "head", feature = "worker"))]
@@ -57,12 +50,8 @@ impl CompareFlags {
     }
 
     fn contenders(&self) -> anyhow::Result<Vec<Options>> {
-        let mut contenders = Vec::new();
-        for (strategy, ratio) in &self.strategies {
-            let mut flags = self.options.clone();
-            flags.ratio = ratio.or(flags.ratio);
-            contenders.push(flags.with(*strategy)?);
-        }
+        let mut contenders = Options::parse_list(&self.strategies).map_err(|error| usage(error.to_string()))?;
+        self.options.add_to(&mut contenders)?;
         Ok(contenders)
     }
 }
@@ -123,7 +112,7 @@ async fn ask_all(
                 // Not before the first event: a server that is down gets one line, without a heading.
                 if !labeled {
                     labeled = true;
-                    output::note(label(options));
+                    output::note(options);
                 }
                 match event {
                     Event::Delta(delta) if show_text => output::text(&delta.text),
@@ -149,13 +138,6 @@ async fn ask_all(
         }
     }
     Ok(answers)
-}
-
-fn label(options: &Options) -> String {
-    match options.strategy {
-        Strategy::Clip => format!("clip {}", options.ratio),
-        strategy => strategy.to_string(),
-    }
 }
 
 /// One line of the table; times are medians in milliseconds.
@@ -256,18 +238,4 @@ fn table(rows: &[Row]) -> Table {
         column.set_cell_alignment(CellAlignment::Right);
     }
     table
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_contender_is_a_strategy_with_an_optional_ratio() {
-        assert_eq!(contender("full"), Ok((Strategy::Full, None)));
-        assert_eq!(contender("clip:0.25"), Ok((Strategy::Clip, Some(0.25))));
-        for bad in ["magic", "clip:", "clip:2", "clip:NaN", ""] {
-            assert!(contender(bad).is_err(), "{bad}");
-        }
-    }
 }

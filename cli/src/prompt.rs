@@ -3,7 +3,6 @@
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use kvsplice_kv::options::{AuxLayers, Budget, Group, Softmax};
 use kvsplice_kv::{Options, Strategy};
 use kvsplice_proto::v1;
 use serde::Deserialize;
@@ -39,6 +38,9 @@ pub(crate) struct PromptFlags {
     /// Another system prompt; chunks of a corpus then run fresh
     #[arg(long, value_name = "TEXT", conflicts_with = "raw")]
     system_prompt: Option<String>,
+    /// The answer's beginning, given: it follows the prompt literally
+    #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true, conflicts_with = "raw")]
+    answer_prefix: String,
     /// Encode and keep chunks of --documents or --raw that are not cached
     #[arg(long, conflicts_with = "corpus")]
     store: bool,
@@ -75,11 +77,12 @@ impl PromptFlags {
                 chunks: documents::chunks(path)?,
                 store: self.store,
                 system_prompt: self.system_prompt.clone().unwrap_or_default(),
+                intro: None,
             })
         } else {
             return Err(usage("name the chunks with --corpus, --documents or --raw"));
         };
-        Ok(v1::Prompt { source: Some(source), question })
+        Ok(v1::Prompt { source: Some(source), question, answer_prefix: self.answer_prefix.clone() })
     }
 
     fn read_raw(&self, path: &Path) -> anyhow::Result<v1::Prompt> {
@@ -92,35 +95,121 @@ impl PromptFlags {
             return Err(data(format!("{place}: the question is empty")));
         }
         let source = v1::RawSource { prefix: raw.prefix, chunks: raw.chunks, store: self.store };
-        Ok(v1::Prompt { source: Some(v1::prompt::Source::Raw(source)), question: raw.question })
+        Ok(v1::Prompt { source: Some(v1::prompt::Source::Raw(source)), question: raw.question, ..Default::default() })
     }
 }
 
-/// Every option of a strategy but its name.
-#[derive(Args, Clone, Debug)]
+/// Every option of a strategy but its name. Values are checked where they are set, by the strategy's own rules.
+#[derive(Args, Clone, Debug, Default)]
 #[command(next_help_heading = "Strategy options")]
 pub(crate) struct OptionFlags {
-    /// clip: share of the chunk tokens to recompute, 0 to 1 [default: 0.2]
-    #[arg(long, value_parser = ratio)]
-    pub(crate) ratio: Option<f32>,
-    /// clip: charged or nominal [default: charged]
+    /// clip, guided, blend: share of the chunk tokens to recompute, 0 to 1 [default: 0.2, blend 0.15]
     #[arg(long)]
-    budget: Option<Budget>,
-    /// clip: WINDOW,THRESHOLD in auxiliary tokens, or none [default: 8,5]
+    pub(crate) ratio: Option<String>,
+    /// clip, guided: charged or nominal [default: charged]
     #[arg(long)]
-    group: Option<Group>,
+    budget: Option<String>,
+    /// clip, guided, blend: WINDOW,THRESHOLD in scored tokens, or none [default: 8,5, blend none]
+    #[arg(long)]
+    group: Option<String>,
     /// clip: chunk or joint [default: chunk]
     #[arg(long)]
-    softmax: Option<Softmax>,
-    /// clip: last, or a range of depth such as 0.5..0.8 [default: last]
+    softmax: Option<String>,
+    /// clip: auxiliary layers that score: last (the paper), or a range of depth such as 0.5..0.8
+    #[arg(long, value_name = "LAYERS")]
+    aux_layers: Option<String>,
+    /// clip, guided: mean or max over rows and heads [default: mean]
     #[arg(long)]
-    aux_layers: Option<AuxLayers>,
-    /// direct: chunks encoded behind the prompt's prefix, else alone [default: true]
+    reduce: Option<String>,
+    /// direct, lego, blend, clip, guided: chunks encoded behind the prompt's prefix, else alone [default: true]
     #[arg(long, value_name = "BOOL")]
-    shared_prefix: Option<bool>,
+    shared_prefix: Option<String>,
     /// direct: chunk keys move to their slots, else keep the positions of their encoding [default: true]
     #[arg(long, value_name = "BOOL")]
-    renumber: Option<bool>,
+    renumber: Option<String>,
+    /// lego, blend, clip, guided: right, or bottom-right (wrong, to reproduce others' figures) [default: right]
+    #[arg(long)]
+    mask: Option<String>,
+    /// lego: tokens recomputed at the start of each chunk but the first [default: 16]
+    #[arg(long, value_name = "K")]
+    first_tokens: Option<String>,
+    /// blend: paper or code [default: paper]
+    #[arg(long, value_name = "MODE")]
+    blend: Option<String>,
+    /// guided: context or question (last-layer keys only) [default: context]
+    #[arg(long, value_name = "SEEN")]
+    guide: Option<String>,
+    /// guided: layers of the primary model that score [default: 0.5..0.8]
+    #[arg(long, value_name = "LAYERS")]
+    guide_layers: Option<String>,
+    /// all that reuse chunks: T of the two-part attention [default: 1, ape 0.9]
+    #[arg(long, value_name = "T")]
+    context_temperature: Option<String>,
+    /// all that reuse chunks: S of the two-part attention [default: 1, ape 0.9]
+    #[arg(long, value_name = "S")]
+    context_scale: Option<String>,
+    /// all that reuse chunks: paper (exponent S) or code (S·T) [default: paper]
+    #[arg(long, value_name = "FORM")]
+    context_form: Option<String>,
+    /// lego, blend, craft, clip, guided: WINDOW,GAP,FROM or none [default: none, craft 3,0.05,0.3]
+    #[arg(long, value_name = "RULE")]
+    early_stop: Option<String>,
+    /// craft: α of the CFO; more is recomputed with a greater one [default: 1]
+    #[arg(long)]
+    alpha: Option<String>,
+    /// craft: compute in full and keep the chunks as variants of this context [default: false]
+    #[arg(long, value_name = "BOOL")]
+    capture: Option<String>,
+    /// all but full: reuse what earlier prompts began with, which is exact [default: true]
+    #[arg(long, value_name = "BOOL")]
+    prefix_cache: Option<String>,
+}
+
+impl OptionFlags {
+    /// The flags that were given.
+    fn given(&self) -> Vec<(&'static str, &str)> {
+        let mut given = Vec::new();
+        macro_rules! collect {
+            ($($field:ident)*) => {$(
+                if let Some(text) = &self.$field {
+                    given.push((stringify!($field), text.as_str()));
+                }
+            )*};
+        }
+        collect!(ratio budget group softmax aux_layers reduce shared_prefix renumber mask first_tokens blend guide
+                 guide_layers context_temperature context_scale context_form early_stop alpha capture prefix_cache);
+        given
+    }
+
+    /// The options of `strategy`; a flag that it does not use is refused.
+    pub(crate) fn of(&self, strategy: Strategy) -> anyhow::Result<Options> {
+        let mut options = Options::of(strategy);
+        for (name, text) in self.given() {
+            options.set(name, text).map_err(|error| usage(error.to_string()))?;
+        }
+        Ok(options)
+    }
+
+    /// Adds the flags to specifications: each to those that use it. A flag that none uses, or that a specification
+    /// says itself, is refused.
+    pub(crate) fn add_to(&self, specifications: &mut [Options]) -> anyhow::Result<()> {
+        for (name, text) in self.given() {
+            let mut refused = None;
+            let mut used = false;
+            for options in specifications.iter_mut() {
+                if !options.uses(name) {
+                    refused = options.set(name, text).err();
+                    continue;
+                }
+                options.set(name, text).map_err(|error| usage(error.to_string()))?;
+                used = true;
+            }
+            if let (false, Some(error)) = (used, refused) {
+                return Err(usage(error.to_string()));
+            }
+        }
+        Ok(())
+    }
 }
 
 /// A ratio in 0..=1, as a flag.
@@ -128,35 +217,6 @@ pub(crate) fn ratio(text: &str) -> Result<f32, String> {
     let ratio: f32 = text.parse().map_err(|error| format!("{error}"))?;
     Options { ratio, ..Options::default() }.validate().map_err(|error| error.to_string())?;
     Ok(ratio)
-}
-
-impl OptionFlags {
-    /// The options of `strategy`.
-    pub(crate) fn with(&self, strategy: Strategy) -> anyhow::Result<Options> {
-        let default = Options::default();
-        let direct = strategy == Strategy::Direct;
-        let options = Options {
-            strategy,
-            ratio: self.ratio.unwrap_or(default.ratio),
-            budget: self.budget.unwrap_or(default.budget),
-            group: self.group.unwrap_or(default.group),
-            softmax: self.softmax.unwrap_or(default.softmax),
-            aux_layers: self.aux_layers.unwrap_or(default.aux_layers),
-            shared_prefix: self.shared_prefix.unwrap_or(default.shared_prefix) || !direct,
-            renumber: self.renumber.unwrap_or(default.renumber) || !direct,
-        };
-        options.validate().map_err(|error| usage(error.to_string()))?;
-        Ok(options)
-    }
-
-    /// Refuses `direct`'s options with another strategy, where they would do nothing.
-    pub(crate) fn check(&self, strategy: Strategy) -> anyhow::Result<()> {
-        let unused = self.shared_prefix == Some(false) || self.renumber == Some(false);
-        if unused && strategy != Strategy::Direct {
-            return Err(usage(format!("--shared-prefix and --renumber go with --strategy direct, not {strategy}")));
-        }
-        Ok(())
-    }
 }
 
 /// How output tokens are drawn.

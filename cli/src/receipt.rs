@@ -1,7 +1,7 @@
 //! A receipt for people and as JSON.
 
 use kvsplice_kv::Receipt;
-use serde_json::{Value, json};
+use serde_json::{Map, Value};
 
 use crate::generate::Answer;
 
@@ -36,30 +36,19 @@ pub(crate) fn as_typed(value: f32) -> f64 {
     value.to_string().parse().unwrap_or(f64::from(value))
 }
 
-/// The receipt as JSON, its options under their wire names.
+/// The receipt as JSON; of the options, those that the strategy uses, under their wire names.
 pub(crate) fn json(receipt: &Receipt) -> anyhow::Result<Value> {
     let mut value = serde_json::to_value(receipt)?;
     let options = receipt.requested;
-    value["requested"] = json!({
-        "strategy": options.strategy.name(),
-        "ratio": as_typed(options.ratio),
-        "budget": options.budget.to_string(),
-        "group": options.group.to_string(),
-        "softmax": options.softmax.to_string(),
-        "aux_layers": options.aux_layers.to_string(),
-        "shared_prefix": options.shared_prefix,
-        "renumber": options.renumber,
-    });
-    Ok(value)
-}
-
-/// Strategy, and its ratio where it has one: `clip 0.2`.
-pub(crate) fn label(receipt: &Receipt) -> String {
-    let options = receipt.requested;
-    match options.strategy {
-        kvsplice_kv::Strategy::Clip => format!("clip {}", options.ratio),
-        strategy => strategy.to_string(),
+    let mut requested = Map::new();
+    requested.insert("strategy".to_owned(), options.strategy.name().into());
+    for (name, text) in options.entries() {
+        // Numbers and booleans as such, as the user wrote them: 0.2, not 0.20000000298.
+        let value = serde_json::from_str(&text).unwrap_or(Value::String(text));
+        requested.insert(name.to_owned(), value);
     }
+    value["requested"] = Value::Object(requested);
+    Ok(value)
 }
 
 /// Two or three lines that say what was done. Approximate reuse is called by its name.
@@ -70,7 +59,7 @@ pub(crate) fn summary(answer: &Answer) -> String {
     let mut text = format!(
         "{}: first token after {:.0} ms (score {:.0}, load {:.0}, recompute {:.0}); {} tokens recomputed, {} reused \
          approximately, {} exactly",
-        label(receipt),
+        receipt.requested,
         answer.first_token.as_secs_f64() * 1e3,
         stages.score_ms,
         stages.load_ms,

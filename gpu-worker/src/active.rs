@@ -1,10 +1,12 @@
 //! One request in hand: what has been loaded, which rows are known, how far computation is.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvsplice_kv::receipt::Source;
-use kvsplice_kv::{ChunkId, RowRanges};
+use kvsplice_kv::options::Strategy;
+use kvsplice_kv::{ChunkId, RowRanges, Variant};
 use kvsplice_model::cache::StoredLayer;
 use kvsplice_model::encode::ChunkKv;
 use kvsplice_proto::v1;
@@ -12,11 +14,13 @@ use tokio::sync::mpsc;
 use tokio::task::AbortHandle;
 use tonic::Status;
 
-use crate::decode::Sequence;
+use crate::beginning::Beginning;
+use crate::decode::{Scores, Sequence};
 use crate::load::Loaded;
 use crate::pass::{Batch, Pass};
 use crate::prefill::Prefill;
-use crate::receipt::{self, PartOutcome, Timeline};
+use crate::prompt::Prompt;
+use crate::receipt::{self, Computed, PartOutcome, Timeline};
 use crate::request::{Kind, Request};
 use crate::schedule::State;
 use crate::text::Text;
@@ -26,7 +30,7 @@ use crate::text::Text;
 pub(crate) enum Event {
     Token(v1::Token),
     Logits(Vec<f32>),
-    Scores { logprobs: Vec<f32>, argmax_ids: Vec<u32> },
+    Scores(Scores),
     Done(v1::PrefillDone),
 }
 
@@ -62,7 +66,7 @@ pub(crate) enum Stage {
 /// One request in hand.
 pub(crate) struct Active {
     pub(crate) id: u64,
-    pub(crate) request: Request,
+    pub(crate) request: Arc<Request>,
     pub(crate) events: Events,
     pub(crate) stage: Stage,
     pub(crate) timeline: Timeline,
@@ -73,31 +77,49 @@ pub(crate) struct Active {
     pub(crate) output: u32,
     /// The part that is encoded anew.
     pub(crate) repair: Option<(usize, Option<Pass>)>,
+    /// The time that computing its rows took.
+    pub(crate) compute: Duration,
+    pub(crate) computed: Computed,
+    pub(crate) beginning: Arc<Beginning>,
     parts: Vec<PartKv>,
     /// By place in the load: the parts that use the chunk.
     users: Vec<Vec<usize>>,
+    /// Rows that the head has named.
     rows: RowRanges,
     rows_complete: bool,
-    loader: Option<AbortHandle>,
+    loaders: Vec<AbortHandle>,
     layers: u32,
 }
 
 impl Drop for Active {
     fn drop(&mut self) {
-        if let Some(loader) = &self.loader {
+        for loader in &self.loaders {
             loader.abort();
         }
     }
 }
 
 impl Active {
-    pub(crate) fn new(id: u64, request: Request, events: Events, text: Text, layers: u32, token_bytes: u64) -> Self {
-        let parts = request.parts.iter().map(|part| PartKv {
-            layers: vec![None; layers as usize],
-            arrived: 0,
-            outcome: PartOutcome { source: Source::Fresh, reason: part.fresh_reason.clone(), bytes: 0 },
-            failed: None,
-            cached: part.key.is_some(),
+    pub(crate) fn new(
+        id: u64,
+        request: Request,
+        events: Events,
+        text: Text,
+        beginning: Beginning,
+        layers: u32,
+        token_bytes: u64,
+    ) -> Self {
+        let parts = request.parts.iter().map(|part| {
+            let held = beginning.tokens() >= part.slots.end;
+            let (source, reason) =
+                if held { (Source::Device, String::new()) } else { (Source::Fresh, part.fresh_reason.clone()) };
+            PartKv {
+                layers: vec![None; layers as usize],
+                arrived: 0,
+                outcome: PartOutcome { source, reason, bytes: 0 },
+                failed: None,
+                cached: part.key.is_some() && !held,
+            }
         });
         Self {
             id,
@@ -107,28 +129,38 @@ impl Active {
             stage: Stage::Waiting,
             admitted: false,
             output: 0,
+            compute: Duration::ZERO,
+            computed: Computed::default(),
+            beginning: Arc::new(beginning),
             repair: None,
             users: Vec::new(),
             rows: RowRanges::default(),
             rows_complete: false,
-            loader: None,
-            request,
+            loaders: Vec::new(),
+            request: Arc::new(request),
             events,
             text,
             layers,
         }
     }
 
-    /// The distinct chunks to load, with their tokens. Remembers which parts use which.
-    pub(crate) fn wanted(&mut self) -> Vec<(ChunkId, u32)> {
-        let mut places: HashMap<ChunkId, usize> = HashMap::new();
-        let mut wanted = Vec::new();
+    /// The distinct chunks to load, by variant, with their places among all and their tokens. Remembers which parts use
+    /// which.
+    pub(crate) fn wanted(&mut self) -> Vec<(Variant, Vec<(usize, ChunkId, u32)>)> {
+        let mut places: HashMap<(ChunkId, Variant), usize> = HashMap::new();
+        let mut wanted: Vec<(Variant, Vec<(usize, ChunkId, u32)>)> = Vec::new();
         for (index, part) in self.request.parts.iter().enumerate() {
-            let Some(id) = part.id() else { continue };
-            let place = *places.entry(id).or_insert_with(|| {
-                wanted.push((id, part.ids.len() as u32));
-                self.users.push(Vec::new());
-                wanted.len() - 1
+            let Some(id) = part.id().filter(|_| self.parts[index].cached) else { continue };
+            let users = &mut self.users;
+            let place = *places.entry((id, part.variant)).or_insert_with(|| {
+                let place = users.len();
+                users.push(Vec::new());
+                let chunk = (place, id, part.ids.len() as u32);
+                match wanted.iter_mut().find(|(variant, _)| *variant == part.variant) {
+                    Some((_, chunks)) => chunks.push(chunk),
+                    None => wanted.push((part.variant, vec![chunk])),
+                }
+                place
             });
             self.users[place].push(index);
         }
@@ -136,7 +168,7 @@ impl Active {
     }
 
     pub(crate) fn loads(&mut self, loader: AbortHandle) {
-        self.loader = Some(loader);
+        self.loaders.push(loader);
     }
 
     /// Takes in news of a chunk.
@@ -190,20 +222,43 @@ impl Active {
         Ok(())
     }
 
-    /// Whether a part's KV must be placed: it is cached and not every token is computed anyway.
+    /// Whether a part's KV must be placed: it is cached, and not every token is computed in every layer anyway.
     fn needs(&self, part: usize) -> bool {
         let slots = &self.request.parts[part].slots;
-        self.parts[part].cached && self.rows.count_in(slots.clone()) < slots.len()
+        let options = &self.request.options;
+        let picks_here = matches!(options.strategy, Strategy::Blend | Strategy::Guided) && options.ratio < 1.0;
+        let all = self.rows.count_in(slots.clone()) == slots.len() && options.early_stop.window == 0;
+        let all_selected = options.ratio >= 1.0
+            && matches!(options.strategy, Strategy::Blend | Strategy::Guided)
+            && options.early_stop.window == 0
+            && self.request.parts[part].kind == Kind::Chunk
+            && !self.request.parts[part].exact;
+        self.parts[part].cached && (picks_here || !(all || all_selected))
     }
 
-    /// By part, whether its KV will be placed; and every slot to compute. Call once, when prefill begins.
-    pub(crate) fn begin(&mut self) -> (Vec<u32>, Vec<bool>) {
-        let uncached = self.request.parts.iter().zip(&self.parts).filter(|(_, kv)| !kv.cached);
-        let fresh = RowRanges::from_ranges(uncached.map(|(part, _)| part.slots.clone()));
-        self.rows = self.rows.union(&fresh);
+    /// What is computed, and how: the prompt, the slots that are computed from the start, and by part, whether its KV will
+    /// be placed. Call once, when prefill begins.
+    pub(crate) fn begin(&mut self) -> (Prompt, Vec<u32>, Vec<bool>) {
+        let cached: Vec<bool> = self.parts.iter().map(|part| part.cached).collect();
         let placed: Vec<bool> = (0..self.parts.len()).map(|part| self.needs(part)).collect();
+        let prompt = Prompt::new(&self.request, &cached);
+        let uncached = self.request.parts.iter().zip(&self.parts).filter(|(_, kv)| !kv.cached);
+        let mut rows = RowRanges::from_ranges(uncached.map(|(part, _)| part.slots.clone())).union(&self.rows);
+        let options = &self.request.options;
+        let from_all = options.strategy == Strategy::Blend && options.ratio > 0.0;
+        if from_all || (options.strategy == Strategy::Guided && options.ratio >= 1.0) {
+            rows = rows.union(&prompt.all_selectable());
+        }
+        // What the beginning holds is exact: nothing there is computed.
+        let rows = rows.intersection(&RowRanges::from_ranges([self.beginning.tokens()..self.request.tokens()]));
         self.timeline.rows_start = Some(self.request.now_ms());
-        (self.rows.slots().collect(), placed)
+        (prompt, rows.slots().collect(), placed)
+    }
+
+    /// What the worker computed, once it is through.
+    pub(crate) fn computed(&mut self, computed: Computed) {
+        self.timeline.rows_end = Some(self.request.now_ms());
+        self.computed = computed;
     }
 
     /// The KV of a layer, by part; what is placed is not kept.
@@ -216,8 +271,10 @@ impl Active {
         let layer = match &self.stage {
             Stage::Decode(_) => return State::Decode,
             Stage::Busy => return State::Waiting,
-            Stage::Prefill(prefill) if !prefill.starts_layer() => return State::Prefill,
-            Stage::Prefill(prefill) => prefill.layer(),
+            Stage::Prefill(prefill) => match prefill.wants() {
+                Some(layer) => layer,
+                None => return State::Prefill,
+            },
             Stage::Waiting if self.rows_complete && self.admitted => 0,
             Stage::Waiting => return State::Waiting,
         };
@@ -260,15 +317,14 @@ impl Active {
     pub(crate) fn repaired(&mut self, part: usize, kv: &ChunkKv) {
         self.repair = None;
         let id = self.request.parts[part].id();
-        let from = match &self.stage {
-            Stage::Prefill(prefill) => prefill.layer(),
-            _ => 0,
-        };
         for (other, kv_part) in self.request.parts.iter().zip(&mut self.parts) {
             if other.id() != id {
                 continue;
             }
-            for layer in from..self.layers {
+            for layer in 0..self.layers {
+                if matches!(&self.stage, Stage::Prefill(prefill) if prefill.placed(layer)) {
+                    continue;
+                }
                 let stored = StoredLayer::split(kv.layout.encoding, &kv.layers[layer as usize]);
                 kv_part.layers[layer as usize].get_or_insert(stored);
             }
@@ -296,7 +352,9 @@ impl Active {
     /// The last event.
     pub(crate) fn done(&self, finish: &str) -> Event {
         let outcomes: Vec<PartOutcome> = self.parts.iter().map(|part| part.outcome.clone()).collect();
-        Event::Done(receipt::done(&self.request, &outcomes, &self.rows, &self.timeline, finish, self.output))
+        let beginning = self.beginning.tokens();
+        let (request, timeline) = (&self.request, &self.timeline);
+        Event::Done(receipt::done(request, &outcomes, &self.computed, beginning, timeline, finish, self.output))
     }
 
     /// How long ago the request came in.

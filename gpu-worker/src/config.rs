@@ -6,7 +6,7 @@ use kvsplice_model::Spec;
 use kvsplice_proto::server::Limits;
 use serde::{Deserialize, Serialize};
 
-use crate::Error;
+use crate::{Error, Policy};
 
 /// The worker's settings.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -20,6 +20,10 @@ pub struct Config {
     pub queue_limit: u32,
     /// Bytes of KV of the requests that run at the same time; further ones wait.
     pub kv_bytes: u64,
+    /// Bytes of exact beginnings of prompts that are kept for later ones; 0 for none.
+    pub beginning_bytes: u64,
+    /// Which beginnings go first: pgdsf or lru.
+    pub beginning_policy: Policy,
     /// Seconds that one call of the cache service may take.
     pub cache_deadline_s: u64,
     /// Seconds that a request may take when the caller sets no deadline.
@@ -35,6 +39,8 @@ impl Default for Config {
             cache: "127.0.0.1:7402".to_owned(),
             queue_limit: 64,
             kv_bytes: 4 << 30,
+            beginning_bytes: 1 << 30,
+            beginning_policy: Policy::default(),
             cache_deadline_s: 60,
             deadline_s: 600,
             grace_s: 30,

@@ -1,10 +1,13 @@
 //! Decoding: one new row for each running request, all in one batch.
 
+use kvsplice_model::attention::TwoPart;
 use kvsplice_model::cache::KvCache;
 use kvsplice_model::decoder::{Keep, Segment};
 use kvsplice_model::sampling::Sampler;
 use kvsplice_model::{Decoder, Error};
-use tch::Tensor;
+use tch::{Kind, Tensor};
+
+use crate::prefill::numbers;
 
 /// A sequence that grows token by token.
 #[derive(Debug)]
@@ -13,20 +16,30 @@ pub(crate) struct Sequence {
     pub(crate) sampler: Sampler,
     /// The token to feed next.
     pub(crate) token: u32,
-    /// Its slot; new tokens have their slot as position.
+    /// Its slot.
     pub(crate) slot: u32,
+    /// Its position: the slot, unless the prompt's question stands elsewhere.
+    pub(crate) position: u32,
+    pub(crate) two_part: Option<TwoPart>,
 }
 
 /// Feeds each sequence its token and draws the next one. A sequence whose logits are not numbers fails alone.
 pub(crate) fn step(decoder: &Decoder, sequences: &mut [Sequence]) -> Result<Vec<Result<u32, Error>>, Error> {
     let tokens: Vec<u32> = sequences.iter().map(|sequence| sequence.token).collect();
     let slots: Vec<u32> = sequences.iter().map(|sequence| sequence.slot).collect();
-    let rotation = decoder.rotation(&slots)?;
+    let positions: Vec<u32> = sequences.iter().map(|sequence| sequence.position).collect();
+    let rotation = decoder.rotation(&positions)?;
     let mut hidden = decoder.embed(&tokens)?;
     for layer in 0..decoder.config().layers {
-        let caches = sequences.iter_mut().map(|sequence| &mut sequence.cache);
-        let mut segments: Vec<Segment<'_>> =
-            caches.zip(&slots).map(|(cache, slot)| Segment { cache, slots: std::slice::from_ref(slot) }).collect();
+        let mut segments: Vec<Segment<'_>> = sequences
+            .iter_mut()
+            .zip(&slots)
+            .map(|(sequence, slot)| Segment {
+                cache: &mut sequence.cache,
+                slots: std::slice::from_ref(slot),
+                two_part: sequence.two_part.as_ref(),
+            })
+            .collect();
         hidden = decoder.layer(layer, &hidden, &rotation, &mut segments, Keep::All, None)?;
     }
     let logits = decoder.logits(&hidden)?;
@@ -36,32 +49,38 @@ pub(crate) fn step(decoder: &Decoder, sequences: &mut [Sequence]) -> Result<Vec<
         if let Ok(token) = next {
             sequence.token = token;
             sequence.slot += 1;
+            sequence.position += 1;
         }
         drawn.push(next);
     }
     Ok(drawn)
 }
 
-/// A vector of f32 out of the library.
-pub(crate) fn numbers(tensor: &Tensor) -> Result<Vec<f32>, Error> {
-    let mut numbers = vec![0f32; tensor.numel()];
-    tensor.f_contiguous()?.f_copy_data(&mut numbers, tensor.numel())?;
-    Ok(numbers)
+/// What Score answers.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Scores {
+    /// One a target, natural logarithm.
+    pub(crate) logprobs: Vec<f32>,
+    /// The most likely token at each place.
+    pub(crate) argmax_ids: Vec<u32>,
+    /// `[targets, vocabulary]`, natural logarithms; empty unless wanted.
+    pub(crate) distributions: Vec<f32>,
 }
 
-/// Log-probabilities of `targets` and the most likely tokens, from hidden states `[targets, hidden]`.
-pub(crate) fn score(decoder: &Decoder, hidden: &Tensor, targets: &[u32]) -> Result<(Vec<f32>, Vec<u32>), Error> {
-    let (mut logprobs, mut argmax) = (Vec::new(), Vec::new());
+/// Scores `targets` by hidden states `[targets, hidden]`.
+pub(crate) fn score(decoder: &Decoder, hidden: &Tensor, targets: &[u32], distributions: bool) -> Result<Scores, Error> {
+    let mut scores = Scores::default();
     for (row, &target) in targets.iter().enumerate() {
-        let logits = numbers(&decoder.logits(&hidden.f_narrow(0, row as i64, 1)?)?)?;
-        if logits.iter().any(|logit| !logit.is_finite()) {
+        let logits = decoder.logits(&hidden.f_narrow(0, row as i64, 1)?)?;
+        let logprobs = numbers(&logits.f_log_softmax(-1, Kind::Double)?.f_to_kind(Kind::Float)?)?;
+        if logprobs.iter().any(|logprob| logprob.is_nan()) {
             return Err(Error::NonFinite("logits"));
         }
-        let greatest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let total: f64 = logits.iter().map(|logit| f64::from(logit - greatest).exp()).sum();
-        let target = logits.get(target as usize).copied().unwrap_or(f32::NEG_INFINITY);
-        logprobs.push((f64::from(target - greatest) - total.ln()) as f32);
-        argmax.push(kvsplice_model::sampling::argmax(&logits));
+        scores.logprobs.push(logprobs.get(target as usize).copied().unwrap_or(f32::NEG_INFINITY));
+        scores.argmax_ids.push(kvsplice_model::sampling::argmax(&logprobs));
+        if distributions {
+            scores.distributions.extend(logprobs);
+        }
     }
-    Ok((logprobs, argmax))
+    Ok(scores)
 }

@@ -11,7 +11,6 @@ use std::time::Instant;
 use kvsplice_kv::RowRanges;
 use kvsplice_model::decoder::SLICE_ROWS;
 use kvsplice_model::encode::layout;
-use kvsplice_model::sampling::Sampler;
 use kvsplice_model::{Compute, Model};
 use kvsplice_proto::cache::CacheClient;
 use tokio::sync::{Semaphore, mpsc, oneshot};
@@ -19,11 +18,14 @@ use tonic::Status;
 use tracing::{Instrument, Span, debug, info, info_span, warn};
 
 use crate::active::{Active, Event, Events, Stage, chunks};
-use crate::decode::{Sequence, numbers, score, step};
+use crate::beginning::Beginnings;
+use crate::decode::step;
 use crate::encode::{Call, store};
 use crate::load::{Loaded, Wanted, load};
 use crate::pass::{Encoded, Prefixes};
+use crate::placing::Placing;
 use crate::prefill::{Prefill, Step};
+use crate::through::{Through, finish};
 use crate::request::Request;
 use crate::schedule::{Schedule, State, Unit};
 use crate::text::Text;
@@ -87,6 +89,7 @@ impl Handle {
             kv_budget: config.kv_bytes,
             active: Vec::new(),
             encodes: VecDeque::new(),
+            beginnings: Beginnings::new(config.beginning_policy, config.beginning_bytes, token_bytes(&model)),
             prefixes: Prefixes::default(),
             schedule: Schedule::new(Instant::now()),
             storing: Arc::new(Semaphore::new(STORING_BATCHES)),
@@ -136,6 +139,7 @@ struct Engine {
     /// In order of arrival.
     active: Vec<Active>,
     encodes: VecDeque<Call>,
+    beginnings: Beginnings,
     prefixes: Prefixes,
     schedule: Schedule,
     storing: Arc<Semaphore>,
@@ -213,11 +217,11 @@ impl Engine {
             return Err(Error::Busy(format!("{} requests in hand, the limit", self.active.len())));
         }
         let config = &self.model.config;
-        let token_bytes = layout(config, kvsplice_kv::Encoding::F32).token_bytes() / 4;
-        let token_bytes = token_bytes * self.model.with_decoder(|decoder| decoder.dtype().bytes());
+        let token_bytes = token_bytes(&self.model);
         let text = Text::new(&self.model.tokenizer, request.sampling.stop.clone());
         let id = self.next_id;
-        let mut active = Active::new(id, request, events, text, config.layers, token_bytes as u64);
+        let beginning = self.beginnings.find(&request);
+        let mut active = Active::new(id, request, events, text, beginning, config.layers, token_bytes);
         if active.kv_bytes > self.kv_budget {
             return Err(Error::Busy(format!(
                 "the request needs {} bytes of KV, the limit is {}",
@@ -225,15 +229,16 @@ impl Engine {
             )));
         }
         self.next_id += 1;
-        let wanted = Wanted {
-            chunks: active.wanted(),
-            layout: layout(config, active.request.variant.encoding),
-            variant: active.request.variant,
-            lease: active.request.lease.clone(),
-        };
-        if let (false, Some(commands)) = (wanted.chunks.is_empty(), self.commands.upgrade()) {
+        for (variant, chunks) in active.wanted() {
+            let Some(commands) = self.commands.upgrade() else { break };
+            let wanted = Wanted {
+                chunks,
+                layout: layout(config, variant.encoding),
+                variant,
+                lease: active.request.lease.clone(),
+            };
             let sink = async move |news| commands.send(Command::Loaded { id, news }).await.is_ok();
-            let loading = tokio::spawn(load(self.cache.clone(), wanted, sink).instrument(span));
+            let loading = tokio::spawn(load(self.cache.clone(), wanted, sink).instrument(span.clone()));
             active.loads(loading.abort_handle());
         }
         self.active.push(active);
@@ -272,73 +277,73 @@ impl Engine {
         let shared = self.active.iter().any(|request| matches!(request.stage, Stage::Decode(_)));
         let rows = if shared { SHARED_SLICE_ROWS } else { SLICE_ROWS };
         let active = &mut self.active[index];
-        let layer = match &active.stage {
-            Stage::Prefill(prefill) => prefill.layer(),
-            _ => 0,
-        };
         let begin = matches!(active.stage, Stage::Waiting).then(|| active.begin());
-        let starts = match &active.stage {
-            Stage::Prefill(prefill) => prefill.starts_layer(),
-            _ => true,
+        let wants = match &active.stage {
+            Stage::Prefill(prefill) => prefill.wants(),
+            _ => Some(0),
         };
-        let stored = if starts { active.take_layer(layer) } else { Vec::new() };
+        let stored = wants.map_or_else(Vec::new, |layer| active.take_layer(layer));
         let stage = std::mem::replace(&mut active.stage, Stage::Busy);
-        let request = begin.is_some().then(|| active.request.clone());
-        let (model, targets) = (self.model.clone(), active.request.targets.clone());
-        let mut sampler = Sampler::new(active.request.sampling.clone());
-        let wants_token = active.request.sampling.max_tokens > 0;
-        let slot = active.request.tokens();
+        let request = Arc::clone(&active.request);
+        let beginning = Arc::clone(&active.beginning);
+        let spent = active.compute;
+        let model = self.model.clone();
         let outcome = self.compute.run(move || {
-            model.with_decoder(|decoder| -> Result<Computed, kvsplice_model::Error> {
-                let mut prefill = match (stage, begin, request) {
-                    (Stage::Prefill(prefill), ..) => prefill,
-                    (_, Some((slots, placed)), Some(request)) => {
-                        Box::new(Prefill::new(decoder, &request, slots, &placed)?)
+            let started = Instant::now();
+            let computed = model.with_decoder(|decoder| -> Result<Computed, kvsplice_model::Error> {
+                let mut prefill = match (stage, begin) {
+                    (Stage::Prefill(prefill), _) => prefill,
+                    (_, Some((prompt, rows, placed))) => {
+                        let mut cache = decoder.cache(request.slots_needed())?;
+                        beginning.copy_to(&mut cache)?;
+                        let placing = Placing::new(decoder, &prompt, &placed, beginning.tokens())?;
+                        Box::new(Prefill::new(decoder, prompt, rows, cache, placing)?)
                     }
                     _ => return Err(kvsplice_model::Error::Argument("a prefill without a beginning".to_owned())),
                 };
-                let (hidden, cache) = match prefill.advance(decoder, &stored, rows)? {
-                    Step::More => return Ok(Computed::More(prefill)),
-                    Step::Done(hidden, cache) => (hidden, cache),
-                };
-                if !targets.is_empty() {
-                    let (logprobs, argmax_ids) = score(decoder, &hidden, &targets)?;
-                    return Ok(Computed::Scores(Event::Scores { logprobs, argmax_ids }));
-                }
-                let logits = numbers(&decoder.logits(&hidden)?)?;
-                let sequence = if wants_token {
-                    let token = sampler.next(&logits)?;
-                    Some(Box::new(Sequence { cache, sampler, token, slot }))
-                } else {
-                    None
-                };
-                Ok(Computed::First { logits, sequence })
-            })
-        });
-        match outcome.await {
-            Ok(Ok(Computed::More(prefill))) => self.active[index].stage = Stage::Prefill(prefill),
-            Ok(Ok(Computed::Scores(scores))) => {
-                let active = &mut self.active[index];
-                active.timeline.rows_end = Some(active.request.now_ms());
-                active.tell(Ok(scores));
-                self.finish(index, "length");
-            }
-            Ok(Ok(Computed::First { logits, sequence })) => {
-                let active = &mut self.active[index];
-                active.timeline.rows_end = Some(active.request.now_ms());
-                if active.request.want_logits {
-                    active.tell(Ok(Event::Logits(logits)));
-                }
-                match sequence {
-                    None => self.finish(index, "length"),
-                    Some(sequence) => {
-                        let token = sequence.token;
-                        active.stage = Stage::Decode(sequence);
-                        self.accept(index, token);
+                match prefill.advance(decoder, &stored, rows)? {
+                    Step::More => Ok(Computed::More(prefill)),
+                    Step::Done(finished) => {
+                        let through = finish(decoder, &request, &beginning, *finished, spent + started.elapsed())?;
+                        Ok(Computed::Done(Box::new(through)))
                     }
                 }
+            });
+            (computed, started.elapsed())
+        });
+        match outcome.await {
+            Ok((Ok(Computed::More(prefill)), elapsed)) => {
+                let active = &mut self.active[index];
+                active.compute += elapsed;
+                active.stage = Stage::Prefill(prefill);
             }
-            Ok(Err(error)) | Err(error) => self.fail(index, Error::Model(error).into()),
+            Ok((Ok(Computed::Done(result)), _)) => self.through(index, *result),
+            Ok((Err(error), _)) | Err(error) => self.fail(index, Error::Model(error).into()),
+        }
+    }
+
+    /// A prompt's rows are computed: scores, or the first token, go to the caller.
+    fn through(&mut self, index: usize, result: Through) {
+        let Through { computed, scores, logits, sequence, captured } = result;
+        let active = &mut self.active[index];
+        active.computed(computed);
+        let _ = captured;
+        let active = &mut self.active[index];
+        if let Some(scores) = scores {
+            active.tell(Ok(Event::Scores(scores)));
+            self.finish(index, "length");
+            return;
+        }
+        if active.request.want_logits {
+            active.tell(Ok(Event::Logits(logits)));
+        }
+        match sequence {
+            None => self.finish(index, "length"),
+            Some(sequence) => {
+                let token = sequence.token;
+                active.stage = Stage::Decode(sequence);
+                self.accept(index, token);
+            }
         }
     }
 
@@ -486,10 +491,11 @@ impl Engine {
 /// What a prefill unit led to.
 enum Computed {
     More(Box<Prefill>),
-    Scores(Event),
-    /// The first token's logits, and the sequence that goes on from it unless no token is wanted.
-    First {
-        logits: Vec<f32>,
-        sequence: Option<Box<Sequence>>,
-    },
+    Done(Box<Through>),
+}
+
+/// Bytes of K and V of one token in a sequence's cache.
+fn token_bytes(model: &Model) -> u64 {
+    let numbers = layout(&model.config, kvsplice_kv::Encoding::F32).token_bytes() / 4;
+    (numbers * model.with_decoder(|decoder| decoder.dtype().bytes())) as u64
 }

@@ -2,24 +2,33 @@
 //!
 //! One request's way: `service` checks it into a `request`, `load` fetches layers, `prefill` places and recomputes them
 //! layer by layer, `decode` generates, `text` turns tokens into text, `receipt` says what was done. `engine` owns all
-//! requests and decides what the compute thread does next. Nothing here selects rows: the head does.
+//! requests and decides what the compute thread does next. Rows come from the head, except where only the primary's own KV
+//! can tell: `guide` and `blend` pick, `focus` gives up.
 #![forbid(unsafe_code)]
 
 mod active;
+mod beginning;
+mod blend;
+mod capture;
 mod config;
 mod decode;
 mod encode;
 mod engine;
 mod error;
+mod focus;
+mod guide;
 mod load;
 mod pass;
+mod placing;
 mod prefill;
+mod prompt;
 mod receipt;
 
 mod request;
 mod schedule;
 mod service;
 mod text;
+mod through;
 mod tree;
 
 use std::future::Future;
@@ -47,8 +56,8 @@ pub async fn run(
     let model = compute.run(move || Model::load(&spec)).await??;
     info!(model = %model.name, digest = %model.digest.short(), dtype = %config.primary.dtype(), "model loaded");
     let cache = CacheClient::new(client::channel(&config.cache)?, config.cache_deadline());
-    let engine = engine::Handle::start(&config, model.clone(), compute, cache.clone());
-    let service = service::Service::new(&config, model, engine, cache);
+    let engine = engine::Handle::start(&config, model.clone(), compute.clone(), cache.clone());
+    let service = service::Service::new(&config, model, compute, engine, cache);
     let service = WorkerServer::new(service)
         .max_decoding_message_size(server::MESSAGE_BYTES)
         .max_encoding_message_size(server::MESSAGE_BYTES);

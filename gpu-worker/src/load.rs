@@ -15,14 +15,14 @@ use tonic::Code;
 
 /// What to fetch.
 pub(crate) struct Wanted {
-    /// Distinct chunks with their tokens.
-    pub(crate) chunks: Vec<(ChunkId, u32)>,
+    /// Distinct chunks: the place under which there will be news, id and tokens.
+    pub(crate) chunks: Vec<(usize, ChunkId, u32)>,
     pub(crate) layout: KvLayout,
     pub(crate) variant: Variant,
     pub(crate) lease: String,
 }
 
-/// News of a chunk, by its place in [`Wanted::chunks`].
+/// News of a chunk, by the place that [`Wanted::chunks`] gives it.
 #[derive(Debug)]
 pub(crate) enum Loaded {
     /// One layer, whole.
@@ -43,6 +43,7 @@ pub(crate) async fn load(cache: CacheClient, wanted: Wanted, mut sink: impl Asyn
         }
     };
     for (chunk, layers) in open.iter().enumerate() {
+        let chunk = wanted.chunks[chunk].0;
         if layers.is_some() && !sink(Loaded::Failed { chunk, reason: reason.clone(), service_down }).await {
             return;
         }
@@ -63,7 +64,7 @@ async fn fetch(
     sink: &mut impl AsyncFnMut(Loaded) -> bool,
 ) -> Result<(), tonic::Status> {
     let want = v1::Want {
-        chunks: wanted.chunks.iter().map(|(id, _)| id.to_string()).collect(),
+        chunks: wanted.chunks.iter().map(|(_, id, _)| id.to_string()).collect(),
         variant: wanted.variant.to_string(),
         lease: wanted.lease.clone(),
         ..v1::Want::default()
@@ -74,9 +75,10 @@ async fn fetch(
         let Some(frame) = frames.message().await? else { return Ok(()) };
         let chunk = frame.chunk as usize;
         let Some(Some(done)) = open.get_mut(chunk) else { continue };
+        let place = wanted.chunks[chunk].0;
         if !frame.error.is_empty() {
             open[chunk] = None;
-            if !sink(Loaded::Failed { chunk, reason: frame.error, service_down: false }).await {
+            if !sink(Loaded::Failed { chunk: place, reason: frame.error, service_down: false }).await {
                 return Ok(());
             }
             continue;
@@ -86,7 +88,7 @@ async fn fetch(
             Ok(complete) => complete,
             Err(reason) => {
                 open[chunk] = None;
-                if !sink(Loaded::Failed { chunk, reason, service_down: false }).await {
+                if !sink(Loaded::Failed { chunk: place, reason, service_down: false }).await {
                     return Ok(());
                 }
                 continue;
@@ -99,7 +101,7 @@ async fn fetch(
         }
         let stored = StoredLayer::split(wanted.layout.encoding, &bytes);
         let source = convert::source(&frame.source).unwrap_or(Source::Object);
-        if !sink(Loaded::Layer { chunk, layer, stored, source }).await {
+        if !sink(Loaded::Layer { chunk: place, layer, stored, source }).await {
             return Ok(());
         }
     }
@@ -113,7 +115,7 @@ fn accept(
     frame: &v1::Frame,
 ) -> Result<Option<Bytes>, String> {
     let chunk = frame.chunk as usize;
-    let tokens = wanted.chunks[chunk].1;
+    let tokens = wanted.chunks[chunk].2;
     let row_bytes = wanted.layout.row_bytes();
     let half = tokens as usize * row_bytes;
     let fits = frame.layer < wanted.layout.layers

@@ -1,137 +1,325 @@
 //! Splicing and recomputation of one prompt: cached layers are placed and rotated, chosen rows computed in context.
 //!
-//! Rows go layer by layer, within a layer in slices of ascending slots, so that layer l computes while l + 1 loads and
-//! other work fits between two slices. Invariant: when a slice of layer l runs, every slot below its last row holds
-//! layer l's KV, placed or computed.
+//! Rows go layer by layer. In a layer, all rows are projected and their K and V written, then a selector may give rows
+//! up, then the rest attends; each in slices of ascending slots, so that other work fits in between and layer l computes
+//! while l + 1 loads. Invariants: the set of rows only shrinks with depth; when a slice of layer l attends, every slot
+//! that it sees holds layer l's KV, placed or computed.
 
 use kvsplice_kernels::rope::Rotation;
+use kvsplice_kv::RowRanges;
+use kvsplice_kv::options::{Mask, Strategy};
+use kvsplice_model::attention::{attend, attend_masses};
 use kvsplice_model::cache::{KvCache, StoredLayer};
-use kvsplice_model::decoder::{Keep, SLICE_ROWS, Segment};
+use kvsplice_model::decoder::SLICE_ROWS;
 use kvsplice_model::{Decoder, Error};
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
-use crate::request::Request;
+use crate::blend::Blend;
+use crate::capture::Capture;
+use crate::focus::Focus;
+use crate::guide::Guide;
+use crate::placing::Placing;
+use crate::prompt::Prompt;
 
 /// A prompt on its way through the layers.
-#[derive(Debug)]
 pub(crate) struct Prefill {
+    prompt: Prompt,
     cache: KvCache,
-    /// Computed rows, ascending.
-    slots: Vec<u32>,
-    rotation: Rotation,
-    /// `[rows, hidden]`, input of the current layer.
-    hidden: Tensor,
-    /// Output of the current layer, slice by slice.
-    next: Vec<Tensor>,
-    /// By part, whether its KV is placed, not computed.
-    placed: Vec<bool>,
-    /// The slots of all placed parts, ascending.
-    placed_slots: Vec<u32>,
-    placed_rotation: Rotation,
-    /// Indices into `slots` whose last hidden state is wanted.
-    outputs: Vec<usize>,
+    placing: Placing,
+    /// Rows that are computed in this layer.
+    rows: Rows,
     layers: u32,
     layer: u32,
-    row: usize,
+    at: At,
+    guide: Option<Guide>,
+    blend: Option<Blend>,
+    focus: Option<Focus>,
+    capture: Option<Capture>,
+    outcome: Outcome,
+}
+
+/// The rows that are computed, and their state before the current layer.
+struct Rows {
+    slots: Vec<u32>,
+    rotation: Rotation,
+    /// `[rows, hidden]`
+    hidden: Tensor,
+}
+
+/// How far the current layer is.
+enum At {
+    /// Rows from here on are projected; by slice, the queries of those before.
+    Project(usize, Vec<Tensor>),
+    /// Rows from here on attend; the query of all rows, and by slice, the layer's output of those before.
+    Attend(usize, Tensor, Vec<Tensor>),
+}
+
+/// What a prefill did besides its result.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Outcome {
+    /// Slots that were computed in context, from the last selection on.
+    pub(crate) rows: RowRanges,
+    /// Selectable rows projected, summed over layers.
+    pub(crate) projected: u64,
+    /// One a chunk token, where the worker selected; −1 where not selectable.
+    pub(crate) scores: Vec<f32>,
 }
 
 /// What a step led to.
 pub(crate) enum Step {
     /// There is more to do in this layer or the next.
     More,
-    /// `[outputs, hidden]` after the last layer, and the sequence's KV.
-    Done(Tensor, KvCache),
+    Done(Box<Finished>),
+}
+
+/// A prompt that is through.
+pub(crate) struct Finished {
+    /// `[outputs, hidden]` after the last layer.
+    pub(crate) hidden: Tensor,
+    pub(crate) cache: KvCache,
+    pub(crate) outcome: Outcome,
+    pub(crate) capture: Option<Capture>,
+    pub(crate) prompt: Prompt,
 }
 
 impl Prefill {
-    /// Starts a prompt. `rows`: every slot to compute, ascending; `placed`: by part, whether its KV will be placed.
-    pub(crate) fn new(decoder: &Decoder, request: &Request, rows: Vec<u32>, placed: &[bool]) -> Result<Self, Error> {
-        let ids: Vec<u32> = request.parts.iter().flat_map(|part| part.ids.iter().copied()).collect();
-        let positions: Vec<u32> = request
-            .parts
-            .iter()
-            .flat_map(|part| part.first_position..part.first_position + part.ids.len() as u32)
-            .collect();
-        let at =
-            |values: &[u32], slots: &[u32]| -> Vec<u32> { slots.iter().map(|&slot| values[slot as usize]).collect() };
-        let parts = request.parts.iter().zip(placed).filter(|(_, placed)| **placed);
-        let placed_slots: Vec<u32> = parts.flat_map(|(part, _)| part.slots.clone()).collect();
-        let first_output = request.tokens().saturating_sub(request.targets.len() as u32 + 1);
-        let last_output = if request.targets.is_empty() { first_output } else { request.tokens() - 2 };
-        let wanted = first_output..=last_output;
+    /// Starts a prompt. `rows`: every slot that is known to be computed, ascending; a selector of the worker adds its own.
+    /// `cache` holds the exact beginning that `placing` leaves out.
+    pub(crate) fn new(
+        decoder: &Decoder,
+        prompt: Prompt,
+        rows: Vec<u32>,
+        cache: KvCache,
+        placing: Placing,
+    ) -> Result<Self, Error> {
+        let options = prompt.options;
+        let selecting = options.ratio < 1.0 && prompt.selectable_tokens() > 0;
+        let guided = options.strategy == Strategy::Guided && selecting;
+        let guide = if guided { Some(Guide::new(decoder, &prompt, &rows)?) } else { None };
+        let blended = options.strategy == Strategy::Blend && selecting;
+        let stops = options.early_stop.window > 0 && prompt.chunk_starts.len() > 2;
         Ok(Self {
-            cache: decoder.cache(request.slots_needed())?,
-            rotation: decoder.rotation(&at(&positions, &rows))?,
-            hidden: decoder.embed(&at(&ids, &rows))?,
-            next: Vec::new(),
-            placed: placed.to_vec(),
-            placed_rotation: decoder.rotation(&at(&positions, &placed_slots))?,
-            placed_slots,
-            outputs: (0..rows.len()).filter(|&row| wanted.contains(&rows[row])).collect(),
+            rows: Rows::new(decoder, &prompt, rows.clone())?,
+            outcome: Outcome { rows: RowRanges::from_slots(rows.iter().copied()), ..Outcome::default() },
             layers: decoder.config().layers,
-            slots: rows,
             layer: 0,
-            row: 0,
+            at: At::Project(0, Vec::new()),
+            guide,
+            blend: blended.then(|| Blend::new(&prompt, decoder.config().layers)),
+            focus: stops.then(|| Focus::new(options.early_stop, decoder.config().layers, prompt.chunk_starts.len() - 1)),
+            capture: prompt.capture.then(|| Capture::new(&prompt)),
+            prompt,
+            cache,
+            placing,
         })
     }
 
-    /// The layer that runs next.
-    pub(crate) fn layer(&self) -> u32 {
-        self.layer
+    /// The layer whose stored KV the next step needs; none when it is in place.
+    pub(crate) fn wants(&self) -> Option<u32> {
+        let layer = match &self.guide {
+            Some(guide) => guide.wants()?,
+            None if matches!(self.at, At::Project(0, _)) => self.layer,
+            None => return None,
+        };
+        (!self.placing.done(layer)).then_some(layer)
     }
 
-    /// Whether the next step places this layer's KV first.
-    pub(crate) fn starts_layer(&self) -> bool {
-        self.row == 0
+    /// Whether this layer's stored KV is in place.
+    pub(crate) fn placed(&self, layer: u32) -> bool {
+        self.placing.done(layer)
     }
 
-    /// Computes at most `rows` rows of the current layer. `stored`: by part, this layer of each placed part, when
-    /// [`Prefill::starts_layer`].
+    /// Computes at most `rows` rows of the current layer. `stored`: by part, the layer that [`Prefill::wants`] names.
     pub(crate) fn advance(
         &mut self,
         decoder: &Decoder,
         stored: &[Option<StoredLayer>],
         rows: usize,
     ) -> Result<Step, Error> {
-        if self.starts_layer() {
-            self.place(stored)?;
+        if let Some(layer) = self.wants() {
+            self.placing.place(&mut self.cache, layer, stored)?;
         }
-        let last = self.layer + 1 == self.layers;
-        let end = self.slots.len().min(self.row + rows.clamp(1, SLICE_ROWS));
-        let count = end - self.row;
-        let hidden = self.hidden.f_narrow(0, self.row as i64, count as i64)?;
-        let rotation = self.rotation.narrow(self.row, count)?;
-        let outputs: Vec<usize> =
-            self.outputs.iter().filter(|row| (self.row..end).contains(row)).map(|row| row - self.row).collect();
-        let keep = if last { Keep::Rows(&outputs) } else { Keep::All };
-        let mut segments = [Segment { cache: &mut self.cache, slots: &self.slots[self.row..end] }];
-        self.next.push(decoder.layer(self.layer, &hidden, &rotation, &mut segments, keep, None)?);
-        self.row = end;
-        if self.row < self.slots.len() {
+        if let Some(guide) = &mut self.guide {
+            if let Some(selection) = guide.advance(decoder, &self.prompt, &mut self.cache)? {
+                self.guide = None;
+                self.outcome.scores = selection.scores;
+                let rows: Vec<u32> = self.outcome.rows.union(&selection.rows).slots().collect();
+                self.outcome.rows = RowRanges::from_slots(rows.iter().copied());
+                self.rows = Rows::new(decoder, &self.prompt, rows)?;
+            }
             return Ok(Step::More);
         }
-        self.hidden = Tensor::f_cat(&self.next, 0)?;
-        self.next.clear();
-        self.layer += 1;
-        self.row = 0;
-        if !last {
-            return Ok(Step::More);
+        let count = rows.clamp(1, SLICE_ROWS);
+        match std::mem::replace(&mut self.at, At::Project(0, Vec::new())) {
+            At::Project(first, queries) => self.project(decoder, first, count, queries)?,
+            At::Attend(first, query, outputs) => return self.attend(decoder, first, count, query, outputs),
         }
-        let empty = decoder.cache(1)?;
-        Ok(Step::Done(self.hidden.shallow_clone(), std::mem::replace(&mut self.cache, empty)))
+        Ok(Step::More)
     }
 
-    fn place(&mut self, stored: &[Option<StoredLayer>]) -> Result<(), Error> {
-        let mut layers = Vec::new();
-        for (index, _) in self.placed.iter().enumerate().filter(|(_, placed)| **placed) {
-            let Some(Some(stored)) = stored.get(index) else {
-                return Err(Error::Argument(format!("layer {} of part {index} is not loaded", self.layer)));
-            };
-            layers.push(stored);
+    fn project(
+        &mut self,
+        decoder: &Decoder,
+        first: usize,
+        count: usize,
+        mut queries: Vec<Tensor>,
+    ) -> Result<(), Error> {
+        let end = self.rows.slots.len().min(first + count);
+        let slots = &self.rows.slots[first..end];
+        let hidden = self.rows.hidden.f_narrow(0, first as i64, slots.len() as i64)?;
+        let rotation = self.rows.rotation.narrow(first, slots.len())?;
+        let projected = decoder.project(self.layer, &hidden, &rotation)?;
+        if let Some(blend) = self.blend.as_mut().filter(|blend| blend.narrows(self.layer)) {
+            blend.compare(&self.cache, self.layer, slots, &projected, self.prompt.chunk_starts[0])?;
         }
-        match StoredLayer::join(&layers)? {
-            Some(joined) => self.cache.place(self.layer, &self.placed_slots, &joined, &self.placed_rotation),
-            None => Ok(()),
+        self.cache.write(self.layer, slots, &projected.rotated_key, &projected.value)?;
+        if let Some(capture) = &mut self.capture {
+            capture.keep(self.layer, &projected)?;
+        }
+        queries.push(projected.query);
+        if end < self.rows.slots.len() {
+            self.at = At::Project(end, queries);
+            return Ok(());
+        }
+        let selectable = self.rows.slots.iter().filter(|&&slot| self.prompt.selectable(slot)).count();
+        self.outcome.projected += selectable as u64;
+        let mut query = Tensor::f_cat(&queries, 0)?;
+        if let Some(kept) = self.narrow()? {
+            query = query.f_index_select(0, &index(&kept)?)?;
+            self.rows.keep(decoder, &self.prompt, &kept)?;
+        }
+        self.at = At::Attend(0, query, Vec::new());
+        Ok(())
+    }
+
+    /// The rows that go on after their K and V are written; none for all.
+    fn narrow(&mut self) -> Result<Option<Vec<usize>>, Error> {
+        let slots = &self.rows.slots;
+        let mut kept: Option<RowRanges> = None;
+        if let Some(blend) = self.blend.as_mut().filter(|blend| blend.narrows(self.layer)) {
+            let selection = blend.select(&self.prompt, slots)?;
+            let unselectable: Vec<u32> = slots.iter().copied().filter(|&slot| !self.prompt.selectable(slot)).collect();
+            let rows = selection.rows.union(&RowRanges::from_slots(unselectable.iter().copied()));
+            self.outcome.scores = selection.scores;
+            self.outcome.rows = rows.clone();
+            kept = Some(rows);
+        }
+        if self.layer + 1 == self.layers && self.capture.is_none() {
+            kept = Some(RowRanges::from_ranges([self.prompt.outputs.clone()]));
+        }
+        let Some(kept) = kept else { return Ok(None) };
+        let kept: Vec<usize> = (0..slots.len()).filter(|&row| kept.contains(slots[row])).collect();
+        Ok(Some(kept))
+    }
+
+    fn attend(
+        &mut self,
+        decoder: &Decoder,
+        first: usize,
+        count: usize,
+        query: Tensor,
+        mut outputs: Vec<Tensor>,
+    ) -> Result<Step, Error> {
+        let slots = &self.rows.slots;
+        let mut end = slots.len().min(first + count);
+        // Question rows stand in slices of their own where their look at the chunks is asked for.
+        let question = slots.partition_point(|&slot| slot < self.prompt.question_start());
+        if self.focus.is_some() && first < question {
+            end = end.min(question);
+        }
+        let rows = (end - first) as i64;
+        let query_rows = query.f_narrow(0, first as i64, rows)?;
+        let last = self.visible(first, end);
+        let (layer, two_part) = (self.layer, self.prompt.two_part.as_ref());
+        let asks = self.focus.is_some() && first >= question;
+        let attention = if asks || self.capture.is_some() {
+            let starts = &self.prompt.chunk_starts;
+            let (attention, masses) = attend_masses(&self.cache, layer, &query_rows, &last, two_part, starts)?;
+            if let Some(focus) = self.focus.as_mut().filter(|_| asks) {
+                focus.look(&numbers(&masses.f_sum_dim_intlist([0].as_slice(), false, Kind::Float)?)?);
+            }
+            if let Some(capture) = &mut self.capture {
+                capture.look(&self.rows.slots[first..end], &masses)?;
+            }
+            attention
+        } else {
+            attend(&self.cache, layer, &query_rows, &last, two_part)?
+        };
+        let hidden = self.rows.hidden.f_narrow(0, first as i64, rows)?;
+        outputs.push(decoder.finish(layer, &hidden, &attention)?);
+        if end < self.rows.slots.len() {
+            self.at = At::Attend(end, query, outputs);
+            return Ok(Step::More);
+        }
+        self.rows.hidden = Tensor::f_cat(&outputs, 0)?;
+        self.layer += 1;
+        if self.layer < self.layers {
+            self.give_up(decoder)?;
+            return Ok(Step::More);
+        }
+        let outputs = self.rows.slots.partition_point(|&slot| slot < self.prompt.outputs.start);
+        let kept = self.rows.slots.len() - outputs;
+        let empty = decoder.cache(1)?;
+        Ok(Step::Done(Box::new(Finished {
+            hidden: self.rows.hidden.f_narrow(0, outputs as i64, kept as i64)?,
+            cache: std::mem::replace(&mut self.cache, empty),
+            outcome: std::mem::take(&mut self.outcome),
+            capture: self.capture.take(),
+            prompt: self.prompt.clone(),
+        })))
+    }
+
+    /// The last slot that each row sees.
+    fn visible(&self, first: usize, end: usize) -> Vec<u32> {
+        match self.prompt.options.mask {
+            Mask::Right => self.rows.slots[first..end].to_vec(),
+            Mask::BottomRight => {
+                let hidden = self.prompt.tokens() - self.rows.slots.len() as u32;
+                (first..end).map(|row| hidden + row as u32).collect()
+            }
         }
     }
+
+    /// Between two layers: rows of chunks that the question does not look at are not computed any more.
+    fn give_up(&mut self, decoder: &Decoder) -> Result<(), Error> {
+        let Some(focused) = self.focus.as_mut().and_then(|focus| focus.decide(self.layer)) else { return Ok(()) };
+        self.focus = None;
+        let prompt = &self.prompt;
+        let unfocused = |slot: u32| prompt.selectable(slot) && prompt.chunk_of(slot).is_some_and(|chunk| !focused[chunk]);
+        let slots = &self.rows.slots;
+        let kept: Vec<usize> = (0..slots.len()).filter(|&row| !unfocused(slots[row])).collect();
+        self.rows.keep(decoder, &self.prompt, &kept)
+    }
+}
+
+impl Rows {
+    fn new(decoder: &Decoder, prompt: &Prompt, slots: Vec<u32>) -> Result<Self, Error> {
+        Ok(Self {
+            rotation: decoder.rotation(&prompt.positions_of(&slots))?,
+            hidden: decoder.embed(&prompt.ids_of(&slots))?,
+            slots,
+        })
+    }
+
+    /// Gives up all but the rows `kept`, ascending.
+    fn keep(&mut self, decoder: &Decoder, prompt: &Prompt, kept: &[usize]) -> Result<(), Error> {
+        if kept.len() == self.slots.len() {
+            return Ok(());
+        }
+        self.hidden = self.hidden.f_index_select(0, &index(kept)?)?;
+        self.slots = kept.iter().map(|&row| self.slots[row]).collect();
+        self.rotation = decoder.rotation(&prompt.positions_of(&self.slots))?;
+        Ok(())
+    }
+}
+
+fn index(rows: &[usize]) -> Result<Tensor, Error> {
+    Ok(Tensor::f_from_slice(&rows.iter().map(|&row| row as i64).collect::<Vec<_>>())?)
+}
+
+/// A vector of f32 out of the library.
+pub(crate) fn numbers(tensor: &Tensor) -> Result<Vec<f32>, Error> {
+    let mut numbers = vec![0f32; tensor.numel()];
+    tensor.f_contiguous()?.f_copy_data(&mut numbers, tensor.numel())?;
+    Ok(numbers)
 }

@@ -2,7 +2,7 @@
 
 use kvsplice_kv::RowRanges;
 use kvsplice_kv::receipt::Source;
-use kvsplice_proto::v1;
+use kvsplice_proto::{convert, v1};
 
 use crate::request::{Kind, Part, Request};
 
@@ -27,15 +27,30 @@ pub(crate) struct Timeline {
     pub(crate) rows_known: Option<f64>,
 }
 
-/// The chunk receipts and token counts of a finished request. `rows`: every slot that was computed in context.
+/// What was computed for a request.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Computed {
+    /// Every slot that was computed in context.
+    pub(crate) rows: RowRanges,
+    /// Selectable rows that were projected, mean over layers.
+    pub(crate) charged_rows: f64,
+    /// Tokens that could be selected.
+    pub(crate) selectable: usize,
+    /// One a chunk token, where the worker selected.
+    pub(crate) scores: Vec<f32>,
+}
+
+/// The chunk receipts and token counts of a finished request.
 pub(crate) fn done(
     request: &Request,
     outcomes: &[PartOutcome],
-    rows: &RowRanges,
+    computed: &Computed,
+    beginning: u32,
     timeline: &Timeline,
     finish: &str,
     output: u32,
 ) -> v1::PrefillDone {
+    let rows = &computed.rows;
     let mut tokens = v1::TokenCounts { output, ..v1::TokenCounts::default() };
     let mut chunks = Vec::new();
     let targets = request.targets.len() as u32;
@@ -52,16 +67,27 @@ pub(crate) fn done(
             Kind::Question => tokens.question += length,
         }
         tokens.recomputed += computed;
-        if part.exact {
-            tokens.reused_exact += length - computed;
-        } else {
-            tokens.reused_approximate += length - computed;
-        }
+        let reused = length - computed;
+        let covered = beginning.clamp(part.slots.start, part.slots.end) - part.slots.start;
+        let exact = if part.exact { reused } else { reused.min(covered) };
+        tokens.reused_exact += exact;
+        tokens.reused_approximate += reused - exact;
         if part.kind == Kind::Chunk {
             chunks.push(chunk(part, outcome, length, computed));
         }
     }
-    v1::PrefillDone { finish: finish.to_owned(), chunks, tokens: Some(tokens), spans: spans(request, timeline) }
+    let chunk_parts = request.parts.iter().filter(|part| part.kind == Kind::Chunk);
+    let chunk_slots = RowRanges::from_ranges(chunk_parts.map(|part| part.slots.clone()));
+    v1::PrefillDone {
+        finish: finish.to_owned(),
+        chunks,
+        tokens: Some(tokens),
+        spans: spans(request, timeline),
+        rows: convert::ranges(&rows.intersection(&chunk_slots)),
+        charged_rows: computed.charged_rows,
+        selectable: computed.selectable as u32,
+        scores: if request.want_scores { computed.scores.clone() } else { Vec::new() },
+    }
 }
 
 fn chunk(part: &Part, outcome: &PartOutcome, tokens: u32, rows: u32) -> v1::ChunkReceipt {

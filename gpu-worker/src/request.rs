@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use kvsplice_kv::{ChunkId, ChunkKey, RowRanges, Sampling, Variant};
+use kvsplice_kv::{ChunkId, ChunkKey, Options, RowRanges, Sampling, Variant};
 use kvsplice_model::Model;
 use kvsplice_proto::{convert, v1};
 
@@ -33,6 +33,8 @@ pub(crate) struct Part {
     pub(crate) fresh_reason: String,
     /// Reused KV equals what full attention computes.
     pub(crate) exact: bool,
+    /// The variant to load.
+    pub(crate) variant: Variant,
 }
 
 impl Part {
@@ -45,19 +47,33 @@ impl Part {
 #[derive(Clone, Debug)]
 pub(crate) struct Request {
     pub(crate) parts: Vec<Part>,
+    pub(crate) options: Options,
     pub(crate) sampling: Sampling,
+    /// What repairs are stored as.
     pub(crate) variant: Variant,
+    /// Namespace that owns the chunks.
+    pub(crate) owner: String,
     pub(crate) lease: String,
     /// Zero of the request's clock.
     pub(crate) clock: Instant,
     pub(crate) want_logits: bool,
+    pub(crate) want_scores: bool,
+    /// The whole distribution at each target is wanted.
+    pub(crate) distributions: bool,
+    /// The chunks are kept as variants of this context.
+    pub(crate) capture: bool,
     /// Tokens to score after the prompt; they are the end of the last part. Empty to generate.
     pub(crate) targets: Vec<u32>,
 }
 
 impl Request {
-    /// Checks a message against the model. `targets` are appended to the question.
-    pub(crate) fn new(start: v1::PrefillStart, targets: Vec<u32>, model: &Model) -> Result<Self, Error> {
+    /// Checks a message against the model. `targets` are appended to the question; `distributions` are wanted at each.
+    pub(crate) fn new(
+        start: v1::PrefillStart,
+        targets: Vec<u32>,
+        distributions: bool,
+        model: &Model,
+    ) -> Result<Self, Error> {
         let expected = convert::model_digest("model", &start.model)?;
         if expected != model.digest {
             return Err(Error::OtherModel { expected, found: model.digest });
@@ -65,18 +81,28 @@ impl Request {
         let elapsed = Duration::try_from_secs_f64(start.elapsed_ms / 1e3)
             .map_err(|_| Error::Request(format!("elapsed_ms must be a time, got {}", start.elapsed_ms)))?;
         let sampling = convert::sampling(start.sampling)?;
-        let mut parts = parts(start.parts, model, &start.owner)?;
+        let variant = convert::variant("variant", &start.variant)?;
+        let options = convert::options(start.options)?;
+        let mut parts = parts(start.parts, model, &start.owner, variant)?;
+        if start.capture && parts.iter().any(|part| part.key.is_some()) {
+            return Err(Error::Request("a prompt is captured only when no part is loaded".to_owned()));
+        }
         if let Some(question) = parts.last_mut() {
             question.ids.extend(&targets);
             question.slots.end += targets.len() as u32;
         }
         let request = Self {
             parts,
+            options,
             sampling,
-            variant: convert::variant("variant", &start.variant)?,
+            variant,
+            owner: start.owner,
             lease: start.lease,
             clock: Instant::now().checked_sub(elapsed).unwrap_or_else(Instant::now),
             want_logits: start.want_logits,
+            want_scores: start.want_scores,
+            distributions,
+            capture: start.capture,
             targets,
         };
         request.check_length(model)?;
@@ -115,6 +141,11 @@ impl Request {
         }
     }
 
+    /// The key of the chunk at part `index` behind the prompt's prefix.
+    pub(crate) fn chunk_key(&self, index: usize, model: &Model) -> ChunkKey {
+        ChunkKey::new(model.digest, self.prefix_ids(), &self.parts[index].ids, &self.owner)
+    }
+
     /// Checks that rows lie in chunks.
     pub(crate) fn check_rows(&self, rows: &RowRanges) -> Result<(), Error> {
         let chunks = self.parts.iter().filter(|part| part.kind == Kind::Chunk);
@@ -132,7 +163,7 @@ impl Request {
     }
 }
 
-fn parts(messages: Vec<v1::Part>, model: &Model, owner: &str) -> Result<Vec<Part>, Error> {
+fn parts(messages: Vec<v1::Part>, model: &Model, owner: &str, variant: Variant) -> Result<Vec<Part>, Error> {
     let last = messages.len().saturating_sub(1);
     let mut parts: Vec<Part> = Vec::with_capacity(messages.len());
     let mut slot = 0u32;
@@ -182,6 +213,10 @@ fn parts(messages: Vec<v1::Part>, model: &Model, owner: &str) -> Result<Vec<Part
             behind_prefix: message.behind_prefix,
             fresh_reason: message.fresh_reason,
             exact: message.exact,
+            variant: match message.variant.as_str() {
+                "" => variant,
+                other => convert::variant("part variant", other)?,
+            },
         });
         slot = end;
     }

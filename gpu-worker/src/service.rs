@@ -8,13 +8,14 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures::{Stream, StreamExt};
 use kvsplice_kv::ChunkKey;
-use kvsplice_model::Model;
+use kvsplice_model::attention::last_attention;
+use kvsplice_model::{Compute, Model};
 use kvsplice_proto::cache::CacheClient;
 use kvsplice_proto::v1::prefill_event::Event as WireEvent;
 use kvsplice_proto::v1::prefill_request::Message;
 use kvsplice_proto::v1::worker_server::Worker;
 use kvsplice_proto::{context, convert, v1};
-use tokio::sync::mpsc;
+use tokio::sync::{Semaphore, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
@@ -31,13 +32,24 @@ pub(crate) struct Service {
     epoch: String,
     queue_limit: u32,
     device: String,
+    compute: Compute,
+    /// Attention calls.
+    looking: Semaphore,
     /// Kept here: Status must not wait for the compute thread, which holds the weights.
     dtype: String,
 }
 
 impl Service {
-    pub(crate) fn new(config: &Config, model: Model, engine: engine::Handle, cache: CacheClient) -> Self {
+    pub(crate) fn new(
+        config: &Config,
+        model: Model,
+        compute: Compute,
+        engine: engine::Handle,
+        cache: CacheClient,
+    ) -> Self {
         Self {
+            compute,
+            looking: Semaphore::new(1),
             dtype: config.primary.dtype().to_string(),
             model,
             engine,
@@ -84,7 +96,7 @@ impl Worker for Service {
         let Some(v1::PrefillRequest { message: Some(Message::Start(start)) }) = messages.message().await? else {
             return Err(Status::invalid_argument("the first message must be Start"));
         };
-        let request = request::Request::new(start, Vec::new(), &self.model)?;
+        let request = request::Request::new(start, Vec::new(), false, &self.model)?;
         let (events, receiver) = mpsc::channel(event_room(&request));
         let watched = events.clone();
         let id = self.engine.submit(request, events).await?;
@@ -144,14 +156,18 @@ impl Worker for Service {
         }
         let start = convert::required("start", message.start)?;
         let rows = convert::required("rows", message.rows)?;
-        let request = request::Request::new(start, message.target_ids, &self.model)?;
+        let request = request::Request::new(start, message.target_ids, message.distributions, &self.model)?;
         let (events, mut receiver) = mpsc::channel(event_room(&request));
         let id = self.engine.submit(request, events).await?;
         self.engine.rows(id, convert::rows(&rows.ranges)?, rows.complete_below).await?;
         let mut answer = v1::ScoreResponse::default();
         while let Some(event) = receiver.recv().await {
             match event? {
-                Event::Scores { logprobs, argmax_ids } => (answer.logprobs, answer.argmax_ids) = (logprobs, argmax_ids),
+                Event::Scores(scores) => {
+                    answer.logprobs = scores.logprobs;
+                    answer.argmax_ids = scores.argmax_ids;
+                    answer.distributions = bytes(&scores.distributions);
+                }
                 Event::Done(done) => {
                     answer.done = Some(done);
                     return Ok(Response::new(answer));
@@ -160,6 +176,29 @@ impl Worker for Service {
             }
         }
         Err(Error::Stopping.into())
+    }
+
+    async fn attention(
+        &self,
+        message: Request<v1::WorkerAttentionRequest>,
+    ) -> Result<Response<v1::WorkerAttentionResponse>, Status> {
+        let v1::WorkerAttentionRequest { model, token_ids, layers } = message.into_inner();
+        let expected = convert::model_digest("model", &model)?;
+        if expected != self.model.digest {
+            return Err(Error::OtherModel { expected, found: self.model.digest }.into());
+        }
+        let config = &self.model.config;
+        if token_ids.len() as u64 > u64::from(config.context) {
+            return Err(Error::TooLong { prompt: token_ids.len() as u64, output: 0, context: config.context }.into());
+        }
+        if let Some(id) = token_ids.iter().find(|&&id| id >= config.vocabulary) {
+            return Err(Error::Request(format!("token id {id} is not below {}", config.vocabulary)).into());
+        }
+        // One at a time: its KV is not in the engine's budget.
+        let _one = self.looking.acquire().await.map_err(|_| Error::Stopping)?;
+        let found = last_attention(&self.compute, &self.model.decoder, token_ids, layers).await;
+        let layers = found.map_err(Error::Model)?.into_iter().map(|weights| v1::TokenWeights { weights });
+        Ok(Response::new(v1::WorkerAttentionResponse { layers: layers.collect() }))
     }
 
     async fn status(&self, _: Request<v1::WorkerStatusRequest>) -> Result<Response<v1::WorkerStatusResponse>, Status> {
@@ -190,12 +229,17 @@ impl Worker for Service {
 fn wire(event: Event) -> v1::PrefillEvent {
     let event = match event {
         Event::Token(token) => WireEvent::Token(token),
-        Event::Logits(logits) => WireEvent::Logits(Bytes::from_iter(logits.into_iter().flat_map(f32::to_le_bytes))),
+        Event::Logits(logits) => WireEvent::Logits(bytes(&logits)),
         Event::Done(done) => WireEvent::Done(done),
         // Scores are asked for by Score only.
-        Event::Scores { .. } => return v1::PrefillEvent { event: None },
+        Event::Scores(_) => return v1::PrefillEvent { event: None },
     };
     v1::PrefillEvent { event: Some(event) }
+}
+
+/// Little-endian.
+fn bytes(numbers: &[f32]) -> Bytes {
+    Bytes::from_iter(numbers.iter().flat_map(|number| number.to_le_bytes()))
 }
 
 /// Ends a stream with an error when the engine is gone before the last event.

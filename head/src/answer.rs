@@ -15,6 +15,9 @@ use crate::pick::pick;
 use crate::prepare::prepare;
 use crate::receipt::receipt;
 
+/// Answer tokens whose whole distributions fit one message.
+const MAX_DISTRIBUTIONS: usize = 64;
+
 /// Scores an answer.
 pub(crate) async fn score_answer(
     head: Arc<Head>,
@@ -23,19 +26,24 @@ pub(crate) async fn score_answer(
 ) -> Result<v1::ScoreAnswerResponse, Error> {
     let mut clock = Clock::start();
     let options = convert::options(request.options)?;
-    let (primary, answer) = (head.primary.clone(), request.answer);
+    let (primary, answer) = (head.primary.clone(), request.answer.clone());
     let token_ids = blocking("tokenize the answer", move || primary.chunk(&answer)).await??.ids;
     if token_ids.is_empty() {
         return Err(Error::invalid("answer", "must have at least one token"));
     }
+    if request.distributions && token_ids.len() > MAX_DISTRIBUTIONS {
+        let detail = format!("must have at most {MAX_DISTRIBUTIONS} tokens with distributions, got {}", token_ids.len());
+        return Err(Error::invalid("answer", detail));
+    }
     let output = u32::try_from(token_ids.len()).unwrap_or(u32::MAX);
-    let plan = plan(&head, request.prompt, options, output, &mut clock).await?;
+    let plan = plan(&head, request.prompt, options, output, false, &mut clock).await?;
     let prepared = prepare(&head, plan, deadline, &mut clock).await?;
     let picked = pick(&head, &prepared, false, &mut clock).await?;
     let message = v1::ScoreRequest {
         start: Some(prepared.start(&head, &Sampling::default(), clock.ms(), false)),
         rows: Some(picked.rows(prepared.plan.prompt_tokens)),
         target_ids: token_ids.clone(),
+        distributions: request.distributions,
     };
     let answer = head.worker.score(message, deadline).await?;
     if answer.logprobs.len() != token_ids.len() || answer.argmax_ids.len() != token_ids.len() {
@@ -49,5 +57,6 @@ pub(crate) async fn score_answer(
         logprobs: answer.logprobs,
         argmax_ids: answer.argmax_ids,
         receipt: Some(receipt.into()),
+        distributions: answer.distributions,
     })
 }

@@ -114,13 +114,8 @@ pub enum Error {
         source: serde_json::Error,
     },
     /// The auxiliary model's scores cannot be used.
-    #[error("auxiliary scores of chunk {chunk}: {detail}")]
-    Scores {
-        /// Place of the chunk in the prompt.
-        chunk: usize,
-        /// What is wrong.
-        detail: String,
-    },
+    #[error("auxiliary model: {0}")]
+    Select(#[source] kvsplice_kv::Error),
     /// A chunk's auxiliary KV could not be written as an object.
     #[error("write auxiliary KV: {0}")]
     Object(#[from] kvsplice_kv::object::Error),
@@ -168,7 +163,7 @@ impl Error {
             }
             Error::Worker { source, .. } | Error::Cache { source, .. } => source.code(),
             Error::Record { .. } => Code::DataLoss,
-            Error::Scores { .. } | Error::Object(_) | Error::Model(_) | Error::Serve(_) | Error::Task { .. } => {
+            Error::Select(_) | Error::Object(_) | Error::Model(_) | Error::Serve(_) | Error::Task { .. } => {
                 Code::Internal
             }
         }

@@ -34,18 +34,20 @@ struct Running {
     dump: bool,
 }
 
-/// Looks up, tokenizes and checks a prompt that `output` more tokens may follow.
+/// Looks up, tokenizes and checks a prompt that `output` more tokens may follow. The auxiliary model's tokens are there
+/// when the strategy needs them or `both_models` says so.
 pub(crate) async fn plan(
     head: &Arc<Head>,
     prompt: Option<v1::Prompt>,
     options: Options,
     output: u32,
+    both_models: bool,
     clock: &mut Clock,
 ) -> Result<PromptPlan, Error> {
     let start = clock.ms();
     let source = resolve(head, prompt).await?;
     let planning = Arc::clone(head);
-    let plan = blocking("tokenize", move || planning.planner().plan(source, options, output)).await??;
+    let plan = blocking("tokenize", move || planning.planner().plan(source, options, output, both_models)).await??;
     clock.record("tokenize", start);
     Ok(plan)
 }
@@ -59,7 +61,7 @@ pub(crate) async fn generate(
     let mut clock = Clock::start();
     let options = convert::options(request.options)?;
     let sampling = convert::sampling(request.sampling)?;
-    let plan = plan(&head, request.prompt, options, sampling.max_tokens, &mut clock).await?;
+    let plan = plan(&head, request.prompt, options, sampling.max_tokens, false, &mut clock).await?;
     let prepared = prepare(&head, plan, deadline, &mut clock).await?;
     let running = start(head, prepared, &sampling, request.dump, deadline, clock).await?;
     Ok(running.stream())
@@ -109,7 +111,7 @@ impl Running {
                     Some(WorkerEvent::Logits(bytes)) => logits = floats(&bytes),
                     Some(WorkerEvent::Done(done)) => {
                         if self.dump {
-                            yield event(Event::Dump(self.dumped(std::mem::take(&mut logits))));
+                            yield event(Event::Dump(self.dumped(&done, std::mem::take(&mut logits))?));
                         }
                         let receipt = receipt(&self.head, &self.prepared, &self.picked, &self.clock, done)?;
                         tracing::debug!(
@@ -136,16 +138,18 @@ impl Running {
         }
     }
 
-    fn dumped(&self, logits: Vec<f32>) -> v1::Dump {
+    fn dumped(&self, done: &v1::PrefillDone, logits: Vec<f32>) -> Result<v1::Dump, Error> {
         let plan = &self.prepared.plan;
-        v1::Dump {
+        // Where the worker picked, the head has no scores.
+        let scores = if done.scores.is_empty() { &self.picked.scores } else { &done.scores };
+        Ok(v1::Dump {
             token_ids: plan.token_ids(),
             chunk_starts: plan.chunk_starts.clone(),
-            rows: self.picked.selection.rows.union(&self.prepared.fresh_slots()).slots().collect(),
-            scores: self.picked.scores.clone(),
+            rows: convert::rows(&done.rows)?.slots().collect(),
+            scores: scores.clone(),
             aux_scores: self.picked.aux_scores.clone(),
             logits,
-        }
+        })
     }
 }
 

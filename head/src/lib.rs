@@ -1,11 +1,12 @@
 //! The head: what callers talk to. It tokenizes, scores with the auxiliary model, picks rows and hands the prompt to a
 //! worker; it ingests documents and keeps an index of corpora that it can rebuild from the store.
 //!
-//! One file a stage, in data order: `source` → `plan` → `prepare` → `auxiliary` → `score` → [`select`] → `pick` →
+//! One file a stage, in data order: `source` → `plan` → `prepare` → `auxiliary` → `score` → [`kvsplice_kv::select`] → `pick` →
 //! `generate` → `receipt`. The head never holds KV of the primary model.
 #![forbid(unsafe_code)]
 
 mod answer;
+mod attention;
 mod auxiliary;
 mod clock;
 mod config;
@@ -27,7 +28,6 @@ mod receipt;
 mod record;
 mod register;
 mod score;
-pub mod select;
 mod service;
 mod source;
 mod store;

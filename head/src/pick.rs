@@ -1,6 +1,8 @@
-//! Prepared prompt → rows to recompute: auxiliary KV, scores, selection. Runs while the worker loads.
+//! Prepared prompt → rows to recompute, for strategies whose rows the head picks: `clip` by the auxiliary model's
+//! scores, `lego` by position. Runs while the worker loads. `blend` and `guided` pick at the worker, from the primary's KV.
 
 use kvsplice_kv::options::Budget;
+use kvsplice_kv::select::{ScoredChunk, Selection, primary_scores, select};
 use kvsplice_kv::{RowRanges, Strategy};
 use kvsplice_model::auxiliary::ScoreRequest;
 use kvsplice_proto::{convert, v1};
@@ -11,7 +13,6 @@ use crate::clock::Clock;
 use crate::head::Head;
 use crate::plan::OnMiss;
 use crate::prepare::Prepared;
-use crate::select::{ScoredChunk, Selection, primary_scores, select};
 
 /// What was picked, and what it was picked from.
 #[derive(Clone, Debug, Default)]
@@ -32,8 +33,30 @@ impl Picked {
     }
 }
 
-/// Picks the rows. Chunks are scored only if that can change the rows, or if `dump` wants the scores.
+/// Picks the rows.
 pub(crate) async fn pick(head: &Head, prepared: &Prepared, dump: bool, clock: &mut Clock) -> Result<Picked, Error> {
+    match prepared.effective {
+        Strategy::Clip => by_auxiliary(head, prepared, dump, clock).await,
+        Strategy::Lego => Ok(Picked { selection: first_tokens(prepared), ..Picked::default() }),
+        _ => Ok(Picked::default()),
+    }
+}
+
+/// EPIC's LegoLink (arXiv 2410.15332): the first k tokens of each chunk but the first. Nothing is scored.
+fn first_tokens(prepared: &Prepared) -> Selection {
+    let plan = &prepared.plan;
+    let loaded = (1..plan.chunks.len()).filter(|&index| prepared.fresh[index].is_none());
+    let slots = loaded.map(|index| plan.first_slot(index)..plan.first_slot(index + 1));
+    let first = slots.clone().map(|slots| slots.start..slots.end.min(slots.start + plan.options.first_tokens));
+    Selection {
+        rows: RowRanges::from_ranges(first),
+        candidates: 0,
+        selectable: slots.map(|slots| slots.len()).sum(),
+    }
+}
+
+/// CacheClip (arXiv 2510.10129). Chunks are scored only if that can change the rows, or if `dump` wants the scores.
+async fn by_auxiliary(head: &Head, prepared: &Prepared, dump: bool, clock: &mut Clock) -> Result<Picked, Error> {
     let plan = &prepared.plan;
     let options = &plan.options;
     let selectable: Vec<bool> = (0..plan.chunks.len()).map(|index| is_selectable(prepared, index)).collect();
@@ -41,7 +64,7 @@ pub(crate) async fn pick(head: &Head, prepared: &Prepared, dump: bool, clock: &m
     if !selectable.contains(&true) || !(open || dump) {
         let start = clock.ms();
         let chunks = scored_chunks(prepared, &selectable, &[]);
-        let selection = if options.ratio > 0.0 { select(options, &chunks)? } else { nothing(&chunks) };
+        let selection = if options.ratio > 0.0 { select(options, &chunks).map_err(Error::Select)? } else { nothing(&chunks) };
         clock.record("select", start);
         return Ok(Picked { selection, origin: None, scores: primary_scores(&chunks), aux_scores: Vec::new() });
     }
@@ -60,6 +83,7 @@ pub(crate) async fn pick(head: &Head, prepared: &Prepared, dump: bool, clock: &m
         question_ids: plan.auxiliary.question.clone(),
         layers: options.aux_layers,
         softmax: options.softmax,
+        reduce: options.reduce,
     };
     let scored = head.auxiliary.engine.score(request).await?;
     clock.record("score", start);
@@ -70,7 +94,7 @@ pub(crate) async fn pick(head: &Head, prepared: &Prepared, dump: bool, clock: &m
         scores[index] = scored;
     }
     let chunks = scored_chunks(prepared, &selectable, &scores);
-    let selection = select(options, &chunks)?;
+    let selection = select(options, &chunks).map_err(Error::Select)?;
     let (primary, auxiliary) = if dump { (primary_scores(&chunks), flatten(&chunks)) } else { Default::default() };
     clock.record("select", start);
     Ok(Picked { selection, origin: Some(origin), scores: primary, aux_scores: auxiliary })
@@ -81,7 +105,7 @@ pub(crate) async fn pick(head: &Head, prepared: &Prepared, dump: bool, clock: &m
 fn is_selectable(prepared: &Prepared, index: usize) -> bool {
     let plan = &prepared.plan;
     let left_out = plan.exact(index) && (plan.options.budget == Budget::Charged || plan.chunks.len() == 1);
-    prepared.effective == Strategy::Clip && prepared.fresh[index].is_none() && !left_out
+    prepared.fresh[index].is_none() && !left_out
 }
 
 fn nothing(chunks: &[ScoredChunk]) -> Selection {

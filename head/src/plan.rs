@@ -7,7 +7,7 @@ use kvsplice_kv::record::{Chunk, Tokens};
 use kvsplice_kv::{ChunkId, ChunkKey, Encoding, ModelDigest, Options, Strategy};
 
 use crate::Error;
-use crate::text::{Frame, TextModel};
+use crate::text::{Frame, Template, TextModel};
 
 /// At most this many chunks in one prompt.
 const MAX_CHUNKS: usize = 4096;
@@ -36,7 +36,7 @@ pub(crate) enum SourceChunk {
 #[derive(Debug)]
 pub(crate) enum SourceFrame {
     /// Rendered by the chat template.
-    Template { system: String, question: String },
+    Template(Template),
     /// Taken literally.
     Raw { prefix: String, question: String },
 }
@@ -89,8 +89,14 @@ pub(crate) struct Planner<'a> {
 impl Planner<'_> {
     /// Tokenizes and checks a prompt that `output` more tokens may follow. Takes a while for long texts: not for an
     /// async task.
-    pub(crate) fn plan(&self, source: Source, options: Options, output: u32) -> Result<PromptPlan, Error> {
-        let with_auxiliary = options.strategy == Strategy::Clip || source.on_miss == OnMiss::Store;
+    pub(crate) fn plan(
+        &self,
+        source: Source,
+        options: Options,
+        output: u32,
+        both_models: bool,
+    ) -> Result<PromptPlan, Error> {
+        let with_auxiliary = both_models || options.strategy == Strategy::Clip || source.on_miss == OnMiss::Store;
         if source.chunks.is_empty() {
             return Err(Error::invalid("chunks", "must not be empty: send at least one"));
         }
@@ -175,7 +181,7 @@ impl PromptPlan {
     /// Whether the KV of chunk `index`, as encoded, equals what full attention computes at its place: the first chunk
     /// stands behind its own prefix in every strategy.
     pub(crate) fn exact(&self, index: usize) -> bool {
-        index == 0
+        index == 0 && self.options.strategy != Strategy::Ape
     }
 }
 
@@ -187,10 +193,10 @@ fn behind_prefix(options: &Options, index: usize) -> bool {
 
 fn frame(model: &TextModel, frame: &SourceFrame) -> Result<Frame, Error> {
     match frame {
-        SourceFrame::Template { question, .. } if question.trim().is_empty() => {
+        SourceFrame::Template(template) if template.question.trim().is_empty() => {
             Err(Error::invalid("question", "must not be empty: ask something"))
         }
-        SourceFrame::Template { system, question } => model.render(system, question),
+        SourceFrame::Template(template) => model.render(template),
         SourceFrame::Raw { question, .. } if question.is_empty() => {
             Err(Error::invalid("question", "must not be empty: the answer follows its last token"))
         }

@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use kvsplice_kv::{ChunkId, RowRanges, Sampling, Strategy, Variant};
+use kvsplice_kv::{ChunkId, Options, Sampling, Strategy, Variant};
 use kvsplice_proto::v1;
 use kvsplice_proto::v1::part::Kind;
 
@@ -51,8 +51,10 @@ pub(crate) async fn prepare(
 ) -> Result<Prepared, Error> {
     head.worker.check().await?;
     let chunks = plan.chunks.len();
-    if plan.options.strategy == Strategy::Full {
-        return Ok(all_fresh(plan, "strategy full", true));
+    match plan.options.strategy {
+        Strategy::Full => return Ok(all_fresh(plan, "strategy full", true)),
+        Strategy::Prefix => return Ok(all_fresh(plan, "strategy prefix", true)),
+        _ => {}
     }
     if let Some(reason) = plan.all_fresh.clone() {
         return Ok(all_fresh(plan, &reason, true));
@@ -76,8 +78,14 @@ pub(crate) async fn prepare(
             *reason = Some("not cached; --store keeps it".to_owned());
         }
     }
-    if fresh.iter().all(Option::is_some) {
+    let missing = fresh.iter().filter(|reason| reason.is_some()).count();
+    if missing == chunks {
         return Ok(all_fresh(plan, "not cached; --store keeps it", true));
+    }
+    if missing > 0 && plan.options.strategy == Strategy::Ape {
+        // Chunks side by side have no place for one that is computed in the context of those before it.
+        let reason = format!("ape needs every chunk cached, and {missing} of {chunks} are not; --store keeps them");
+        return Ok(all_fresh(plan, &reason, true));
     }
     let prefix_fresh = plan.primary.prefix.is_empty() || (plan.on_miss == OnMiss::Fresh && !residency.prefix);
     let effective = plan.options.strategy;
@@ -93,11 +101,11 @@ pub(crate) async fn prepare(
 }
 
 fn all_fresh(plan: PromptPlan, reason: &str, cache_up: bool) -> Prepared {
-    let asked_for_full = plan.options.strategy == Strategy::Full;
+    let exact = matches!(plan.options.strategy, Strategy::Full | Strategy::Prefix);
     Prepared {
         fresh: vec![Some(reason.to_owned()); plan.chunks.len()],
-        effective: Strategy::Full,
-        effective_reason: if asked_for_full { String::new() } else { format!("every chunk is fresh: {reason}") },
+        effective: if exact { plan.options.strategy } else { Strategy::Full },
+        effective_reason: if exact { String::new() } else { format!("every chunk is fresh: {reason}") },
         prefix_fresh: true,
         lease: String::new(),
         cache_up,
@@ -150,12 +158,6 @@ async fn store(head: &Head, plan: &PromptPlan) -> Result<(), Error> {
 }
 
 impl Prepared {
-    /// The slots of the fresh chunks.
-    pub(crate) fn fresh_slots(&self) -> RowRanges {
-        let fresh = self.fresh.iter().enumerate().filter(|(_, reason)| reason.is_some());
-        RowRanges::from_ranges(fresh.map(|(index, _)| self.plan.first_slot(index)..self.plan.first_slot(index + 1)))
-    }
-
     /// The worker's first message.
     pub(crate) fn start(
         &self,
@@ -173,7 +175,15 @@ impl Prepared {
             lease: self.lease.clone(),
             elapsed_ms,
             want_logits,
+            options: Some(self.options().into()),
+            want_scores: want_logits,
+            capture: false,
         }
+    }
+
+    /// The options that are carried out.
+    fn options(&self) -> Options {
+        if self.effective == self.plan.options.strategy { self.plan.options } else { Options::of(self.effective) }
     }
 
     fn parts(&self) -> Vec<v1::Part> {
@@ -188,12 +198,13 @@ impl Prepared {
             first_position: 0,
             fresh_reason: String::new(),
             exact: true,
+            variant: String::new(),
         };
         let mut parts = if plan.primary.prefix.is_empty() { Vec::new() } else { vec![prefix] };
         for (index, (chunk, fresh)) in plan.chunks.iter().zip(&self.fresh).enumerate() {
             let first_slot = plan.first_slot(index);
             let as_encoded = if plan.behind_prefix(index) { prefix_tokens } else { 0 };
-            let stays = !plan.options.renumber && fresh.is_none();
+            let stays = fresh.is_none() && (!plan.options.renumber || self.effective == Strategy::Ape);
             parts.push(v1::Part {
                 kind: Kind::Chunk.into(),
                 token_ids: chunk.primary.ids.clone(),
@@ -203,18 +214,25 @@ impl Prepared {
                 first_position: if stays { as_encoded } else { first_slot },
                 fresh_reason: fresh.clone().unwrap_or_default(),
                 exact: fresh.is_none() && plan.exact(index),
+                variant: String::new(),
             });
         }
         let question_slot = plan.first_slot(plan.chunks.len());
+        let longest = plan.chunks.iter().map(|chunk| chunk.primary.ids.len()).max().unwrap_or(0);
         parts.push(v1::Part {
             kind: Kind::Question.into(),
             token_ids: plan.primary.question.clone(),
             first_slot: question_slot,
             chunk: String::new(),
             behind_prefix: false,
-            first_position: question_slot,
+            first_position: match self.effective {
+                // Behind the longest chunk: all stand at the same positions.
+                Strategy::Ape => prefix_tokens + longest as u32,
+                _ => question_slot,
+            },
             fresh_reason: String::new(),
             exact: false,
+            variant: String::new(),
         });
         parts
     }

@@ -35,24 +35,33 @@ pub(crate) fn receipt(
     let mut spans: Vec<Span> = clock.spans.iter().cloned().chain(done.spans.into_iter().map(Into::into)).collect();
     spans.sort_by(|a, b| a.start_ms.total_cmp(&b.start_ms));
     let scored = picked.origin.is_some();
+    let computed: u32 = chunks.iter().map(|chunk| chunk.rows).sum();
+    let ratio_charged = match prepared.effective {
+        Strategy::Full => 1.0,
+        // Every chunk token is selectable there; those that an earlier prompt left are not computed.
+        Strategy::Prefix => share(f64::from(computed), chunks.iter().map(|chunk| chunk.tokens as usize).sum()),
+        _ => share(done.charged_rows, done.selectable as usize),
+    };
     let (mut effective, mut effective_reason) = (prepared.effective, prepared.effective_reason.clone());
     // The cache service may have died after the plan was made; then the worker computes what did not come in context.
-    if effective != Strategy::Full && chunks.iter().all(|chunk| chunk.source == Source::Fresh) {
+    if !matches!(effective, Strategy::Full | Strategy::Prefix) && chunks.iter().all(|chunk| chunk.source == Source::Fresh) {
         effective = Strategy::Full;
         let reason = chunks.first().map(|chunk| chunk.reason.as_str()).unwrap_or_default();
         effective_reason = format!("every chunk is fresh: {reason}");
     }
+    let ratio_charged = if effective == Strategy::Full { 1.0 } else { ratio_charged };
     Ok(Receipt {
         request_id: kvsplice_proto::context::request_id().to_string(),
         requested: plan.options,
         effective,
         effective_reason,
         ratio_nominal: match plan.options.strategy {
-            Strategy::Full => 1.0,
-            Strategy::Direct => 0.0,
-            Strategy::Clip => f64::from(plan.options.ratio),
+            Strategy::Full | Strategy::Prefix => 1.0,
+            Strategy::Direct | Strategy::Ape => 0.0,
+            Strategy::Clip | Strategy::Blend | Strategy::Guided => f64::from(plan.options.ratio),
+            Strategy::Lego | Strategy::Craft => share(picked.selection.rows.len() as f64, picked.selection.selectable),
         },
-        ratio_charged: charged(effective, picked),
+        ratio_charged,
         chunks,
         auxiliary_source: picked.origin.map(|origin| origin.name().to_owned()).unwrap_or_default(),
         tokens: done.tokens.unwrap_or_default().into(),
@@ -62,11 +71,6 @@ pub(crate) fn receipt(
     })
 }
 
-/// The share of the selectable tokens that was recomputed.
-fn charged(effective: Strategy, picked: &Picked) -> f64 {
-    match (effective, picked.selection.selectable) {
-        (Strategy::Full, _) => 1.0,
-        (_, 0) => 0.0,
-        (_, selectable) => picked.selection.rows.len() as f64 / selectable as f64,
-    }
+fn share(rows: f64, selectable: usize) -> f64 {
+    if selectable == 0 { 0.0 } else { rows / selectable as f64 }
 }

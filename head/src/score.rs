@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use kvsplice_kv::Encoding;
 use kvsplice_model::auxiliary::{ChunkKv, ScoreRequest, Scoring};
+use kvsplice_model::attention::last_attention;
 use kvsplice_model::encode::{Encoder, Prefix};
 use kvsplice_model::{Compute, Decoder};
 
@@ -40,6 +41,11 @@ impl Engine {
             return Err(Error::Task { task: "score", detail: format!("scored {got:?} tokens of {expected:?}") });
         }
         Ok(scores)
+    }
+
+    /// What the last of `ids` attends to in each of `layers`: one weight a token.
+    pub(crate) async fn attention(&self, ids: Vec<u32>, layers: Vec<u32>) -> Result<Vec<Vec<f32>>, Error> {
+        Ok(last_attention(&self.compute, &self.decoder, ids, layers).await?)
     }
 
     /// KV of `chunks`, each behind `prefix` alone, in order.

@@ -12,12 +12,17 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::answer::score_answer;
+use crate::attention::{attention, spans};
+use crate::corpus::blocking;
 use crate::delete::delete_documents;
 use crate::generate::generate;
 use crate::head::Head;
 use crate::ingest::ingest;
 use crate::register::register;
+use crate::Error;
 
+/// Texts of one Tokenize call, at most.
+const MAX_TEXTS: usize = 4096;
 /// Chunks in one message of a listing.
 const PAGE: usize = 256;
 
@@ -69,6 +74,32 @@ impl v1::head_server::Head for Service {
     ) -> Result<Response<v1::ScoreAnswerResponse>, Status> {
         let deadline = self.deadline(&request);
         Ok(Response::new(score_answer(Arc::clone(&self.0), request.into_inner(), deadline).await?))
+    }
+
+    async fn attention(
+        &self,
+        request: Request<v1::AttentionRequest>,
+    ) -> Result<Response<v1::AttentionResponse>, Status> {
+        let deadline = self.deadline(&request);
+        Ok(Response::new(attention(Arc::clone(&self.0), request.into_inner(), deadline).await?))
+    }
+
+    async fn tokenize(&self, request: Request<v1::TokenizeRequest>) -> Result<Response<v1::TokenizeResponse>, Status> {
+        let (head, texts) = (Arc::clone(&self.0), request.into_inner().texts);
+        if texts.len() > MAX_TEXTS {
+            let detail = format!("must be at most {MAX_TEXTS}, got {}", texts.len());
+            return Err(Error::invalid("texts", detail).into());
+        }
+        let tokenize = move || -> Result<Vec<v1::TokenizedText>, Error> {
+            let tokenized = texts.iter().map(|text| {
+                let tokens = head.primary.chunk(text)?;
+                let spans = Some(spans(&tokens));
+                Ok(v1::TokenizedText { token_ids: tokens.ids, spans })
+            });
+            tokenized.collect()
+        };
+        let texts = blocking("tokenize texts", tokenize).await??;
+        Ok(Response::new(v1::TokenizeResponse { texts }))
     }
 
     async fn ingest_documents(

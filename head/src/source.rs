@@ -11,26 +11,32 @@ use crate::Error;
 use crate::corpus::blocking;
 use crate::head::Head;
 use crate::plan::{OnMiss, Source, SourceChunk, SourceFrame};
+use crate::text::Template;
 
 const DEFAULT_TOP_K: u32 = 4;
 
 /// Resolves a prompt.
 pub(crate) async fn resolve(head: &Head, prompt: Option<v1::Prompt>) -> Result<Source, Error> {
-    let v1::Prompt { source, question } = required("prompt", prompt)?;
+    let v1::Prompt { source, question, answer_prefix } = required("prompt", prompt)?;
     let text = |chunks: Vec<String>| chunks.into_iter().map(SourceChunk::Text).collect();
     let encoding = head.config.encoding;
     match required("prompt source", source)? {
-        Wire::Corpus(source) => from_corpus(head, source, question).await,
+        Wire::Corpus(source) => from_corpus(head, source, question, answer_prefix).await,
         Wire::Inline(source) => Ok(Source {
             chunks: text(source.chunks),
-            frame: SourceFrame::Template { system: system_or_default(head, source.system_prompt), question },
+            frame: SourceFrame::Template(Template {
+                system: system_or_default(head, source.system_prompt),
+                intro: source.intro,
+                question,
+                answer_prefix,
+            }),
             encoding,
             on_miss: on_miss(source.store),
             all_fresh: None,
         }),
         Wire::Raw(source) => Ok(Source {
             chunks: text(source.chunks),
-            frame: SourceFrame::Raw { prefix: source.prefix, question },
+            frame: SourceFrame::Raw { prefix: source.prefix, question: question + &answer_prefix },
             encoding,
             on_miss: on_miss(source.store),
             all_fresh: None,
@@ -38,7 +44,12 @@ pub(crate) async fn resolve(head: &Head, prompt: Option<v1::Prompt>) -> Result<S
     }
 }
 
-async fn from_corpus(head: &Head, source: v1::CorpusSource, question: String) -> Result<Source, Error> {
+async fn from_corpus(
+    head: &Head,
+    source: v1::CorpusSource,
+    question: String,
+    answer_prefix: String,
+) -> Result<Source, Error> {
     if question.trim().is_empty() {
         return Err(Error::invalid("question", "must not be empty: ask something"));
     }
@@ -76,7 +87,7 @@ async fn from_corpus(head: &Head, source: v1::CorpusSource, question: String) ->
     let system = if other { source.system_prompt } else { named.clone() };
     Ok(Source {
         chunks: chunks.into_iter().map(SourceChunk::Stored).collect(),
-        frame: SourceFrame::Template { system, question },
+        frame: SourceFrame::Template(Template { system, intro: None, question, answer_prefix }),
         encoding: manifest.encoding,
         on_miss: OnMiss::Repair,
         all_fresh,

@@ -15,6 +15,7 @@ use crate::corpus::blocking;
 use crate::document::NamedPrefix;
 use crate::encode::{self, Batch};
 use crate::head::Head;
+use crate::text::Template;
 
 /// Chunks a batch: what both models encode before the next progress event.
 pub(crate) const BATCH: usize = 16;
@@ -35,8 +36,8 @@ pub(crate) async fn tokenize(head: &Arc<Head>, prefixes: &BTreeMap<String, Strin
     let (head, prefixes) = (Arc::clone(head), prefixes.clone());
     let tokenize = move || {
         let named = |(name, system): (&String, &String)| {
-            let primary = head.primary.render(system, "?")?.prefix;
-            let auxiliary = head.auxiliary_text.render(system, "?")?.prefix;
+            let primary = head.primary.render(&Template::any_question(system))?.prefix;
+            let auxiliary = head.auxiliary_text.render(&Template::any_question(system))?.prefix;
             Ok(NamedPrefix { name: name.clone(), primary, auxiliary })
         };
         prefixes.iter().map(named).collect::<Result<Vec<_>, Error>>()

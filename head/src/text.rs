@@ -33,6 +33,24 @@ pub(crate) struct Frame {
     pub(crate) question: Vec<u32>,
 }
 
+/// What the chat template is filled with.
+#[derive(Clone, Debug)]
+pub(crate) struct Template {
+    pub(crate) system: String,
+    /// The user turn before the chunks; `None` for the default one, with its labels.
+    pub(crate) intro: Option<String>,
+    pub(crate) question: String,
+    /// Follows the template's tail.
+    pub(crate) answer_prefix: String,
+}
+
+impl Template {
+    /// Any question under this system prompt: for what stands before the chunks, which no question changes.
+    pub(crate) fn any_question(system: &str) -> Self {
+        Self { system: system.to_owned(), intro: None, question: "?".to_owned(), answer_prefix: String::new() }
+    }
+}
+
 impl TextModel {
     /// The layout of this model's KV.
     pub(crate) fn layout(&self, encoding: Encoding) -> KvLayout {
@@ -40,11 +58,14 @@ impl TextModel {
     }
 
     /// Renders the chat template around the chunks.
-    pub(crate) fn render(&self, system: &str, question: &str) -> Result<Frame, Error> {
+    pub(crate) fn render(&self, template: &Template) -> Result<Frame, Error> {
+        let Template { system, intro, question, answer_prefix } = template;
         self.refuse_control_tokens("system prompt", system)?;
+        self.refuse_control_tokens("intro", intro.as_deref().unwrap_or_default())?;
         self.refuse_control_tokens("question", question)?;
-        let parts = self.template.split(system, question)?;
-        self.literal(&parts.prefix, &parts.question)
+        self.refuse_control_tokens("answer prefix", answer_prefix)?;
+        let parts = self.template.split(system, intro.as_deref(), question)?;
+        self.literal(&parts.prefix, &(parts.question + answer_prefix))
     }
 
     /// Takes both texts as they are; control tokens are recognized.

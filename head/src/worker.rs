@@ -76,6 +76,16 @@ impl Worker {
         Ok(answer.map_err(|status| self.failed(status))?.into_inner())
     }
 
+    /// What the last token attends to.
+    pub(crate) async fn attention(
+        &self,
+        message: v1::WorkerAttentionRequest,
+        deadline: Duration,
+    ) -> Result<v1::WorkerAttentionResponse, Error> {
+        let answer = self.client.clone().attention(request(message, deadline)).await;
+        Ok(answer.map_err(|status| self.failed(status))?.into_inner())
+    }
+
     /// Encodes and stores chunks; returns the events, one a chunk.
     pub(crate) async fn encode(
         &self,

@@ -21,7 +21,7 @@ fn start(corpus: &str) -> v1::IngestStart {
 
 fn request(source: prompt::Source, strategy: &str) -> v1::GenerateRequest {
     v1::GenerateRequest {
-        prompt: Some(v1::Prompt { source: Some(source), question: "Who repairs the tower clock?".into() }),
+        prompt: Some(v1::Prompt { source: Some(source), question: "Who repairs the tower clock?".into(), ..Default::default() }),
         options: Some(v1::Options { strategy: Some(strategy.into()), ratio: Some(0.4), ..v1::Options::default() }),
         sampling: None,
         dump: true,
@@ -34,7 +34,7 @@ fn corpus(top_k: u32) -> prompt::Source {
 
 fn inline(store: bool) -> prompt::Source {
     let chunks = TEXT.split_inclusive(". ").map(str::to_owned).collect();
-    prompt::Source::Inline(v1::InlineSource { chunks, store, system_prompt: String::new() })
+    prompt::Source::Inline(v1::InlineSource { chunks, store, ..Default::default() })
 }
 
 fn receipt(events: &[Event]) -> Receipt {
@@ -165,7 +165,7 @@ async fn full_and_direct_need_no_scores_and_direct_can_keep_its_positions() {
 async fn a_single_chunk_is_exact_and_nothing_is_selected() {
     let world = World::start(Peers::default()).await;
     for budget in ["charged", "nominal"] {
-        let source = v1::InlineSource { chunks: vec![TEXT.into()], store: true, system_prompt: String::new() };
+        let source = v1::InlineSource { chunks: vec![TEXT.into()], store: true, ..Default::default() };
         let mut single = request(prompt::Source::Inline(source), "clip");
         single.options.as_mut().unwrap().budget = Some(budget.into());
         let events = world.generate(single).await.unwrap();
@@ -391,7 +391,7 @@ async fn a_prefix_that_cannot_be_stored_is_not_registered() {
 async fn a_given_answer_is_scored() {
     let mut world = World::start(Peers::default()).await;
     let v1::GenerateRequest { prompt, options, .. } = request(inline(true), "clip");
-    let request = v1::ScoreAnswerRequest { prompt, options, answer: "Ines Varga".into() };
+    let request = v1::ScoreAnswerRequest { prompt, options, answer: "Ines Varga".into(), distributions: false };
     let response = world.head.score(request.clone()).await.unwrap().into_inner();
     assert!(response.token_ids.len() > 1);
     assert_eq!(response.logprobs.len(), response.token_ids.len());

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use kvsplice_head::select::{ScoredChunk, select};
+use kvsplice_kv::select::{ScoredChunk, select};
 use kvsplice_kv::Options;
 use kvsplice_kv::options::{Budget, Group};
 use kvsplice_model::{Description, Spec};

@@ -13,18 +13,48 @@ use crate::{Error, argument, cpu, data};
 /// Rows a tile: enough work a call, few masked keys (measured best of 64, 128 and 256 on AVX2 and AVX-512).
 const TILE: usize = 128;
 
-/// Causal attention of `slots.len()` rows.
+/// Attention of `last.len()` rows.
 ///
-/// - `query`: `[rows, heads, head_dim]`, row i at slot `slots[i]`; slots strictly ascending.
-/// - `keys`, `values`: `[capacity, kv_heads, head_dim]`, indexed by slot, same type as `query`. Row i reads
-///   `0..=slots[i]` and nothing beyond.
+/// - `query`: `[rows, heads, head_dim]`.
+/// - `keys`, `values`: `[capacity, kv_heads, head_dim]`, indexed by slot, same type as `query`.
+/// - `last`: the last slot that each row sees, not descending; row i reads `0..=last[i]` and nothing beyond. For causal
+///   attention it is the row's own slot.
 ///
-/// Returns `[rows, heads, head_dim]`. Fails on shapes that do not fit and on slots that are not ascending or beyond
-/// the capacity.
-pub fn ragged_causal(query: &Tensor, keys: &Tensor, values: &Tensor, slots: &[u32]) -> Result<Tensor, Error> {
+/// Returns `[rows, heads, head_dim]`. Fails on shapes that do not fit and on slots that descend or are beyond the
+/// capacity.
+pub fn ragged_causal(query: &Tensor, keys: &Tensor, values: &Tensor, last: &[u32]) -> Result<Tensor, Error> {
+    let dim = check(query, keys, values, last)?;
+    if !dim.is_multiple_of(cpu::attention::HEAD_DIM_STEP) && !last.is_empty() {
+        return library(query, keys, values, last);
+    }
+    Ok(own(Isa::best(), query, keys, values, last, &[])?.0)
+}
+
+/// As [`ragged_causal`], and the log-sum-exp of the scores query · key / √head_dim over the keys before each of `ends`
+/// (ascending slots): `[rows, heads, ends]`, f32, natural logarithm, −∞ where a row sees none of them. The mass of the
+/// keys between two ends is the difference of the exponentials.
+///
+/// Fails as [`ragged_causal`], on `ends` that descend, and on a head size that is no multiple of 8.
+pub fn ragged_causal_sums(
+    query: &Tensor,
+    keys: &Tensor,
+    values: &Tensor,
+    last: &[u32],
+    ends: &[u32],
+) -> Result<(Tensor, Tensor), Error> {
+    let dim = check(query, keys, values, last)?;
+    if !dim.is_multiple_of(cpu::attention::HEAD_DIM_STEP) || !ends.is_sorted() {
+        let what = format!("head size {dim} must be a multiple of 8 and the ends must ascend");
+        return Err(argument("ragged_causal_sums", what));
+    }
+    own(Isa::best(), query, keys, values, last, ends)
+}
+
+/// Checks the arguments; returns the head size.
+fn check(query: &Tensor, keys: &Tensor, values: &Tensor, last: &[u32]) -> Result<usize, Error> {
     let (rows, heads, dim) = query.size3()?;
     let (capacity, kv_heads, key_dim) = keys.size3()?;
-    if rows as usize != slots.len()
+    if rows as usize != last.len()
         || dim != key_dim
         || kv_heads == 0
         || heads % kv_heads != 0
@@ -35,51 +65,56 @@ pub fn ragged_causal(query: &Tensor, keys: &Tensor, values: &Tensor, slots: &[u3
             query.size(),
             keys.size(),
             values.size(),
-            slots.len()
+            last.len()
         );
         return Err(argument("ragged_causal", what));
     }
-    if !slots.is_sorted_by(|a, b| a < b) {
-        return Err(argument("ragged_causal", "slots are not strictly ascending"));
+    if !last.is_sorted() {
+        return Err(argument("ragged_causal", "slots descend"));
     }
-    let Some(&last) = slots.last() else {
-        return Ok(query.f_zeros_like()?);
-    };
-    if i64::from(last) >= capacity {
-        return Err(argument("ragged_causal", format!("slot {last} is beyond the capacity {capacity}")));
+    match last.last() {
+        Some(&slot) if i64::from(slot) >= capacity => {
+            Err(argument("ragged_causal", format!("slot {slot} is beyond the capacity {capacity}")))
+        }
+        _ => Ok(dim as usize),
     }
-    if !(dim as usize).is_multiple_of(cpu::attention::HEAD_DIM_STEP) {
-        return library(query, keys, values, slots);
-    }
-    let isa = Isa::available()[0];
-    if query.kind() == Kind::Float {
-        return own(isa, query, keys, values, slots);
-    }
-    // Converting the visible keys costs a hundredth of the attention to them.
-    let float = |tensor: &Tensor| tensor.f_narrow(0, 0, i64::from(last) + 1)?.f_to_kind(Kind::Float);
-    let output = own(isa, &query.f_to_kind(Kind::Float)?, &float(keys)?, &float(values)?, slots)?;
-    Ok(output.f_to_kind(query.kind())?)
 }
 
-/// Our own kernel; the arguments are checked.
-fn own(isa: Isa, query: &Tensor, keys: &Tensor, values: &Tensor, slots: &[u32]) -> Result<Tensor, Error> {
+/// Our own kernel, in f32; the arguments are checked.
+fn own(
+    isa: Isa,
+    query: &Tensor,
+    keys: &Tensor,
+    values: &Tensor,
+    last: &[u32],
+    ends: &[u32],
+) -> Result<(Tensor, Tensor), Error> {
     const OP: &str = "ragged_causal";
     let (rows, heads, dim) = query.size3()?;
+    let float = (Kind::Float, tch::Device::Cpu);
+    let mut sums = Tensor::f_empty([rows, heads, ends.len() as i64], float)?;
+    let Some(&furthest) = last.last() else {
+        return Ok((query.f_zeros_like()?, sums));
+    };
+    // Converting the visible keys costs a hundredth of the attention to them.
+    let visible = |tensor: &Tensor| tensor.f_narrow(0, 0, i64::from(furthest) + 1)?.f_to_kind(Kind::Float);
+    let (keys, values) = (visible(keys)?, visible(values)?);
     let shape =
         Shape { rows: rows as usize, heads: heads as usize, kv_heads: keys.size()[1] as usize, head_dim: dim as usize };
-    let query = query.f_contiguous()?;
-    let mut output = Tensor::f_empty([rows, heads, dim], (Kind::Float, tch::Device::Cpu))?;
-    let (keys, values) = (data::floats(OP, keys)?, data::floats(OP, values)?);
+    let floats = query.f_to_kind(Kind::Float)?.f_contiguous()?;
+    let mut output = Tensor::f_empty([rows, heads, dim], float)?;
     cpu::attention::ragged_causal(
         isa,
         shape,
-        data::floats(OP, &query)?,
-        keys,
-        values,
-        slots,
+        data::floats(OP, &floats)?,
+        data::floats(OP, &keys)?,
+        data::floats(OP, &values)?,
+        last,
+        ends,
         data::floats_mut(OP, &mut output)?,
+        data::floats_mut(OP, &mut sums)?,
     );
-    Ok(output)
+    Ok((output.f_to_kind(query.kind())?, sums))
 }
 
 /// The library's fused kernel on tiles; the arguments are checked.
@@ -191,7 +226,7 @@ mod tests {
                 check("dispatched", &got);
                 check("library", &library(&query, &keys, &values, &slots).unwrap());
                 for isa in Isa::available() {
-                    check(&format!("{isa:?}"), &own(isa, &query, &keys, &values, &slots).unwrap());
+                    check(&format!("{isa:?}"), &own(isa, &query, &keys, &values, &slots, &[]).unwrap().0);
                 }
             }
         }
@@ -216,9 +251,39 @@ mod tests {
     }
 
     #[test]
+    fn sums_equal_the_plain_twin() {
+        let (capacity, heads, kv_heads, dim) = (333, 6, 2, 32);
+        let (keys, values) = (random(&[capacity, kv_heads, dim], 1), random(&[capacity, kv_heads, dim], 2));
+        let slots: Vec<u32> = (0..capacity as u32).filter(|slot| slot % 5 == 1).chain([capacity as u32 - 1; 3]).collect();
+        let ends = [0, 1, 64, 65, 200, 200, capacity as u32];
+        let query = random(&[slots.len() as i64, heads, dim], 3);
+        let spread = keys.to_kind(Kind::Double).repeat_interleave_self_int(heads / kv_heads, 1, None);
+        // [heads, rows, keys] → [rows, heads, keys]
+        let scores = query.to_kind(Kind::Double).transpose(0, 1).matmul(&spread.permute([1, 2, 0])).transpose(0, 1);
+        let scores = scores / (dim as f64).sqrt();
+        let plain_output = plain(&query, &keys, &values, &slots);
+        for isa in Isa::available() {
+            let (output, sums) = own(isa, &query, &keys, &values, &slots, &ends).unwrap();
+            assert!((output - &plain_output).abs().max().double_value(&[]) < 2e-6, "{isa:?}");
+            for (row, &slot) in slots.iter().enumerate() {
+                for (place, &end) in ends.iter().enumerate() {
+                    let seen = i64::from(end.min(slot + 1));
+                    let got = sums.narrow(0, row as i64, 1).narrow(2, place as i64, 1).reshape([heads]).to_kind(Kind::Double);
+                    let expected = scores.narrow(0, row as i64, 1).narrow(2, 0, seen).logsumexp([-1], false).reshape([heads]);
+                    if seen == 0 {
+                        assert!(got.max().double_value(&[]) == f64::NEG_INFINITY);
+                    } else {
+                        assert!((got - expected).abs().max().double_value(&[]) < 1e-5, "{isa:?} row {row} end {end}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
     fn arguments_that_do_not_fit_are_refused() {
         let (query, keys) = (random(&[2, 4, 8], 1), random(&[5, 2, 8], 2));
-        for slots in [&[1u32][..], &[3, 2], &[2, 2], &[4, 5]] {
+        for slots in [&[1u32][..], &[3, 2], &[4, 5]] {
             assert!(ragged_causal(&query, &keys, &keys, slots).is_err(), "{slots:?}");
         }
         assert!(ragged_causal(&query, &random(&[5, 3, 8], 2), &keys, &[0, 1]).is_err());

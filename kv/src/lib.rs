@@ -10,6 +10,7 @@ pub mod options;
 pub mod receipt;
 pub mod record;
 pub mod rows;
+pub mod select;
 
 pub use id::{ChunkId, ChunkKey, ModelDigest};
 pub use layout::{Encoding, KvLayout, Provenance, Variant};
@@ -47,6 +48,30 @@ pub enum Error {
         expected: &'static str,
         /// The value as given.
         got: String,
+    },
+    /// An option's value cannot be read.
+    #[error("{name}: {reason}")]
+    Option {
+        /// The option.
+        name: &'static str,
+        /// What is wrong with the value, with the valid ones.
+        reason: String,
+    },
+    /// An option that is unknown, or that the strategy does not use.
+    #[error("option {name}: {reason}")]
+    Options {
+        /// The option as given.
+        name: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// Scores that rows would be picked by cannot be used.
+    #[error("scores of chunk {chunk}: {detail}")]
+    Scores {
+        /// Place of the chunk in the prompt.
+        chunk: usize,
+        /// What is wrong.
+        detail: String,
     },
     /// A chunk object cannot be read.
     #[error("chunk object: {0}")]

@@ -1,4 +1,11 @@
-//! What a request asks for: strategy, selection options and sampling. Names here are the wire and command-line names.
+//! What a request asks for: strategy, its options, and sampling. Names here are the wire and command-line names.
+//!
+//! Every option has one text form; [`Options::set`] is the only way in from outside and refuses an option that the
+//! strategy does not use.
+
+mod names;
+mod sampling;
+mod values;
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,283 +13,216 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
+pub use names::{BlendMode, Budget, Guide, Mask, Reduce, ScaleForm, Softmax, Strategy};
+pub use sampling::Sampling;
+pub use values::{Depth, EarlyStop, Group};
 
-/// How a prompt's KV comes about.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Strategy {
-    /// Plain causal prefill of every token; exact.
-    Full,
-    /// Every chunk as cached, nothing recomputed but the question (PromptCache, arXiv 2311.04934).
-    Direct,
-    /// An auxiliary model picks the rows to recompute (CacheClip, arXiv 2510.10129).
-    #[default]
-    Clip,
-}
+use Strategy::{Ape, Blend, Clip, Craft, Direct, Guided, Lego, Prefix};
 
-const STRATEGIES: &str = "full, direct, clip";
-
-impl Strategy {
-    /// Every strategy, in the order of `STRATEGIES`.
-    pub const ALL: [Strategy; 3] = [Strategy::Full, Strategy::Direct, Strategy::Clip];
-
-    /// The wire and command-line name.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Strategy::Full => "full",
-            Strategy::Direct => "direct",
-            Strategy::Clip => "clip",
-        }
-    }
-}
-
-impl fmt::Display for Strategy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl FromStr for Strategy {
-    type Err = Error;
-
-    fn from_str(name: &str) -> Result<Self, Error> {
-        Self::ALL.into_iter().find(|strategy| strategy.name() == name).ok_or_else(|| Error::UnknownName {
-            what: "strategy",
-            got: name.to_owned(),
-            known: STRATEGIES,
-        })
-    }
-}
-
-/// What the ratio counts.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Budget {
-    /// N is the tokens that may be selected (chunk 1 left out when it is exact); k is the largest for which the rows
-    /// after grouping and remap are at most round(ratio·N).
-    #[default]
-    Charged,
-    /// The paper: k = round(ratio·N_aux) auxiliary tokens before grouping, chunk 1 included.
-    Nominal,
-}
-
-impl FromStr for Budget {
-    type Err = Error;
-
-    fn from_str(name: &str) -> Result<Self, Error> {
-        match name {
-            "charged" => Ok(Budget::Charged),
-            "nominal" => Ok(Budget::Nominal),
-            _ => Err(Error::UnknownName { what: "budget", got: name.to_owned(), known: "charged, nominal" }),
-        }
-    }
-}
-
-impl fmt::Display for Budget {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Budget::Charged => "charged",
-            Budget::Nominal => "nominal",
-        })
-    }
-}
-
-/// Sliding-window grouping (CacheClip, arXiv 2510.10129): a window of `window` auxiliary tokens that starts at a
-/// candidate and holds at least `threshold` candidates is selected whole; other candidates are dropped. Text: `8,5`, or
-/// `none`. `window` 0 means no grouping.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Group {
-    /// Auxiliary tokens in a window; 0 for no grouping.
-    pub window: u32,
-    /// Candidates that a window needs.
-    pub threshold: u32,
-}
-
-impl Default for Group {
-    fn default() -> Self {
-        Self { window: 8, threshold: 5 }
-    }
-}
-
-impl Group {
-    /// No grouping: the candidates are the rows.
-    pub const NONE: Self = Self { window: 0, threshold: 0 };
-}
-
-impl fmt::Display for Group {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.window == 0 { f.write_str("none") } else { write!(f, "{},{}", self.window, self.threshold) }
-    }
-}
-
-impl FromStr for Group {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self, Error> {
-        if text == "none" {
-            return Ok(Self::NONE);
-        }
-        let parse = || {
-            let (window, threshold) = text.split_once(',')?;
-            Some(Self { window: window.trim().parse().ok()?, threshold: threshold.trim().parse().ok()? })
-        };
-        parse().filter(|group| *group != Self::NONE && group.valid()).ok_or_else(|| Error::OutOfRange {
-            what: "group",
-            expected: "none or WINDOW,THRESHOLD with 1 ≤ threshold ≤ window ≤ 256",
-            got: text.to_owned(),
-        })
-    }
-}
-
-impl Group {
-    fn valid(&self) -> bool {
-        *self == Self::NONE || (1 <= self.threshold && self.threshold <= self.window && self.window <= 256)
-    }
-}
-
-/// Over which keys an auxiliary score is normalized.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Softmax {
-    /// Each chunk with its own prefix and question (the paper).
-    #[default]
-    Chunk,
-    /// One distribution over all chunks' tokens.
-    Joint,
-}
-
-impl FromStr for Softmax {
-    type Err = Error;
-
-    fn from_str(name: &str) -> Result<Self, Error> {
-        match name {
-            "chunk" => Ok(Softmax::Chunk),
-            "joint" => Ok(Softmax::Joint),
-            _ => Err(Error::UnknownName { what: "softmax", got: name.to_owned(), known: "chunk, joint" }),
-        }
-    }
-}
-
-impl fmt::Display for Softmax {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Softmax::Chunk => "chunk",
-            Softmax::Joint => "joint",
-        })
-    }
-}
-
-/// Which layers of the auxiliary model score: the last one, or a range of depth such as `0.5..0.8`, summed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub enum AuxLayers {
-    /// The last layer only (the paper).
-    #[default]
-    Last,
-    /// Layers l with start ≤ l/L < end, both in 0..=1.
-    Range(f32, f32),
-}
-
-impl AuxLayers {
-    /// The layer indices of a model of `layers` layers; never empty.
-    pub fn indices(self, layers: u32) -> std::ops::Range<u32> {
-        match self {
-            AuxLayers::Last => layers - 1..layers,
-            AuxLayers::Range(start, end) => {
-                let first = ((start * layers as f32).round() as u32).min(layers - 1);
-                first..((end * layers as f32).round() as u32).clamp(first + 1, layers)
-            }
-        }
-    }
-}
-
-impl fmt::Display for AuxLayers {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            AuxLayers::Last => f.write_str("last"),
-            AuxLayers::Range(start, end) => write!(f, "{start}..{end}"),
-        }
-    }
-}
-
-impl FromStr for AuxLayers {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self, Error> {
-        if text == "last" {
-            return Ok(AuxLayers::Last);
-        }
-        let parse = || {
-            let (start, end) = text.split_once("..")?;
-            Some((start.trim().parse::<f32>().ok()?, end.trim().parse::<f32>().ok()?))
-        };
-        match parse() {
-            Some((start, end)) if 0.0 <= start && start < end && end <= 1.0 => Ok(AuxLayers::Range(start, end)),
-            _ => Err(Error::OutOfRange {
-                what: "aux_layers",
-                expected: "last or START..END with 0 ≤ start < end ≤ 1",
-                got: text.to_owned(),
-            }),
-        }
-    }
-}
-
-/// A strategy with all its options. An option that the strategy does not use is ignored.
+/// A strategy with all its options. An option that the strategy does not use keeps its default and means nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Options {
     /// How the prompt's KV comes about.
     pub strategy: Strategy,
-    /// `clip`: share of the chunk tokens to recompute, in 0..=1.
+    /// Share of the chunk tokens to recompute, in 0..=1.
     pub ratio: f32,
-    /// `clip`: what the ratio counts.
+    /// What the ratio counts.
     pub budget: Budget,
-    /// `clip`: windows that make runs of rows.
+    /// Windows that make runs of rows.
     pub group: Group,
-    /// `clip`: over which keys a score is normalized.
+    /// Over which keys an auxiliary score is normalized.
     pub softmax: Softmax,
-    /// `clip`: which auxiliary layers score.
-    pub aux_layers: AuxLayers,
-    /// `direct`: chunks were encoded behind the prompt's prefix (else alone).
+    /// Which auxiliary layers score.
+    pub aux_layers: Depth,
+    /// How rows and heads become one score.
+    pub reduce: Reduce,
+    /// Chunks were encoded behind the prompt's prefix (else alone).
     pub shared_prefix: bool,
-    /// `direct`: chunk keys move to their slots (else they keep the positions of their encoding).
+    /// Chunk keys move to their slots (else they keep the positions of their encoding).
     pub renumber: bool,
+    /// Which keys a recomputed row sees.
+    pub mask: Mask,
+    /// Tokens that `lego` recomputes at the start of each chunk but the first.
+    pub first_tokens: u32,
+    /// Which CacheBlend.
+    pub blend: BlendMode,
+    /// What the question's rows of `guided` see.
+    pub guide: Guide,
+    /// Which layers of the primary model score for `guided`.
+    pub guide_layers: Depth,
+    /// T of the two-part attention of question and output rows: below 1 sharpens inside the context. 1 with scale 1 is
+    /// ordinary attention.
+    pub context_temperature: f32,
+    /// S of the two-part attention: below 1 takes mass away from the context.
+    pub context_scale: f32,
+    /// Whether S or S·T is the exponent of the context's mass.
+    pub context_form: ScaleForm,
+    /// When rows of chunks that the question does not look at are given up.
+    pub early_stop: EarlyStop,
+    /// α of Cache-Craft's CFO: more of a chunk is recomputed with a greater one.
+    pub alpha: f32,
+    /// Compute the prompt in full and keep its chunks' KV as variants captured in this context.
+    pub capture: bool,
+    /// Reuse what earlier prompts at the same worker began with; exact.
+    pub prefix_cache: bool,
+}
+
+type Get = fn(&Options) -> String;
+type Set = fn(&mut Options, &str) -> Result<(), Error>;
+
+/// An option: its wire name, the strategies that use it, and its text.
+struct Entry {
+    name: &'static str,
+    users: &'static [Strategy],
+    get: Get,
+    set: Set,
+}
+
+macro_rules! entry {
+    ($field:ident, $users:expr) => {
+        Entry {
+            name: stringify!($field),
+            users: $users,
+            get: |options| options.$field.to_string(),
+            set: |options, text| {
+                options.$field = parse(stringify!($field), text)?;
+                Ok(())
+            },
+        }
+    };
+}
+
+/// Strategies that pick rows to recompute.
+const SELECTING: &[Strategy] = &[Lego, Blend, Craft, Clip, Guided];
+const REUSING: &[Strategy] = &[Direct, Ape, Lego, Blend, Craft, Clip, Guided];
+
+const ENTRIES: &[Entry] = &[
+    entry!(ratio, &[Clip, Blend, Guided]),
+    entry!(budget, &[Clip, Guided]),
+    entry!(group, &[Clip, Guided, Blend]),
+    entry!(softmax, &[Clip]),
+    entry!(aux_layers, &[Clip]),
+    entry!(reduce, &[Clip, Guided]),
+    entry!(shared_prefix, &[Direct, Lego, Blend, Clip, Guided]),
+    entry!(renumber, &[Direct]),
+    entry!(mask, &[Lego, Blend, Clip, Guided]),
+    entry!(first_tokens, &[Lego]),
+    entry!(blend, &[Blend]),
+    entry!(guide, &[Guided]),
+    entry!(guide_layers, &[Guided]),
+    entry!(context_temperature, REUSING),
+    entry!(context_scale, REUSING),
+    entry!(context_form, REUSING),
+    entry!(early_stop, SELECTING),
+    entry!(alpha, &[Craft]),
+    entry!(capture, &[Craft]),
+    entry!(prefix_cache, &[Prefix, Direct, Ape, Lego, Blend, Craft, Clip, Guided]),
+];
+
+fn parse<T: FromStr<Err: fmt::Display>>(name: &'static str, text: &str) -> Result<T, Error> {
+    text.parse().map_err(|error: T::Err| Error::Option { name, reason: error.to_string() })
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self {
-            strategy: Strategy::default(),
-            ratio: 0.2,
-            budget: Budget::default(),
-            group: Group::default(),
-            softmax: Softmax::default(),
-            aux_layers: AuxLayers::default(),
-            shared_prefix: true,
-            renumber: true,
-        }
+        Self::of(Strategy::default())
     }
 }
 
 impl Options {
-    /// Checks every number. Called once, where a request enters.
+    /// A strategy with its defaults, which are its paper's.
+    pub fn of(strategy: Strategy) -> Self {
+        let two_part = if strategy == Ape { 0.9 } else { 1.0 };
+        Self {
+            strategy,
+            ratio: if strategy == Blend { 0.15 } else { 0.2 },
+            budget: Budget::default(),
+            group: if strategy == Blend { Group::NONE } else { Group::default() },
+            softmax: Softmax::default(),
+            aux_layers: Depth::Last,
+            reduce: Reduce::default(),
+            shared_prefix: true,
+            renumber: true,
+            mask: Mask::default(),
+            first_tokens: 16,
+            blend: BlendMode::default(),
+            guide: Guide::default(),
+            guide_layers: Depth::Range(0.5, 0.8),
+            context_temperature: two_part,
+            context_scale: two_part,
+            context_form: ScaleForm::default(),
+            early_stop: if strategy == Craft { EarlyStop::CRAFT } else { EarlyStop::NONE },
+            alpha: 1.0,
+            capture: false,
+            prefix_cache: true,
+        }
+    }
+
+    /// Sets the option called `name` (`-` counts as `_`) from its text.
+    ///
+    /// # Errors
+    /// When there is no such option, the strategy does not use it, or the value is not valid; the valid ones are named.
+    pub fn set(&mut self, name: &str, text: &str) -> Result<(), Error> {
+        let name = name.replace('-', "_");
+        let Some(entry) = ENTRIES.iter().find(|entry| entry.name == name) else {
+            let known: Vec<&str> = self.used().map(|entry| entry.name).collect();
+            let reason = format!("no such option; {} has {}", self.strategy, list(&known));
+            return Err(Error::Options { name, reason });
+        };
+        if !entry.users.contains(&self.strategy) {
+            let users: Vec<&str> = entry.users.iter().map(|strategy| strategy.name()).collect();
+            let reason = format!("goes with {}, not with {}", list(&users), self.strategy);
+            return Err(Error::Options { name, reason });
+        }
+        let mut changed = *self;
+        (entry.set)(&mut changed, text)?;
+        changed.validate()?;
+        *self = changed;
+        Ok(())
+    }
+
+    /// Whether the strategy uses the option called `name`.
+    pub fn uses(&self, name: &str) -> bool {
+        self.used().any(|entry| entry.name == name)
+    }
+
+    /// The options that the strategy uses, as (name, text).
+    pub fn entries(&self) -> impl Iterator<Item = (&'static str, String)> + '_ {
+        self.used().map(|entry| (entry.name, (entry.get)(self)))
+    }
+
+    fn used(&self) -> impl Iterator<Item = &'static Entry> + use<> {
+        let strategy = self.strategy;
+        ENTRIES.iter().filter(move |entry| entry.users.contains(&strategy))
+    }
+
+    /// Whether question and output rows attend in two parts.
+    pub fn two_part(&self) -> bool {
+        self.context_temperature != 1.0 || self.context_scale != 1.0 || self.strategy == Ape
+    }
+
+    /// Checks every number.
     pub fn validate(&self) -> Result<(), Error> {
-        if !(0.0..=1.0).contains(&self.ratio) {
-            return Err(Error::OutOfRange { what: "ratio", expected: "in 0..=1", got: self.ratio.to_string() });
-        }
-        if !self.group.valid() {
+        let range = |what, expected, value: f32, low: f32, high: f32| {
+            if (low..=high).contains(&value) {
+                Ok(())
+            } else {
+                Err(Error::OutOfRange { what, expected, got: value.to_string() })
+            }
+        };
+        range("ratio", "in 0..=1", self.ratio, 0.0, 1.0)?;
+        range("context_temperature", "in 0.01..=100", self.context_temperature, 0.01, 100.0)?;
+        range("context_scale", "in 0.01..=100", self.context_scale, 0.01, 100.0)?;
+        range("alpha", "in 0..=1000", self.alpha, 0.0, 1000.0)?;
+        self.group.to_string().parse::<Group>()?;
+        self.aux_layers.to_string().parse::<Depth>()?;
+        self.guide_layers.to_string().parse::<Depth>()?;
+        self.early_stop.to_string().parse::<EarlyStop>()?;
+        if self.mask == Mask::BottomRight && self.two_part() {
             return Err(Error::OutOfRange {
-                what: "group",
-                expected: "none or WINDOW,THRESHOLD with 1 ≤ threshold ≤ window ≤ 256",
-                got: self.group.to_string(),
-            });
-        }
-        if let AuxLayers::Range(..) = self.aux_layers {
-            self.aux_layers.to_string().parse::<AuxLayers>()?;
-        }
-        if self.strategy != Strategy::Direct && !(self.shared_prefix && self.renumber) {
-            return Err(Error::OutOfRange {
-                what: "shared_prefix and renumber",
-                expected: "true unless the strategy is direct",
-                got: format!("{} and {} with {}", self.shared_prefix, self.renumber, self.strategy),
+                what: "mask",
+                expected: "right with context_temperature or context_scale",
+                got: self.mask.to_string(),
             });
         }
         Ok(())
@@ -292,53 +232,58 @@ impl Options {
     pub fn budget_rows(&self, tokens: usize) -> usize {
         ((f64::from(self.ratio) * tokens as f64 + 0.5).floor() as usize).min(tokens)
     }
-}
 
-/// How output tokens are drawn.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Sampling {
-    /// At most this many output tokens.
-    pub max_tokens: u32,
-    /// 0 is greedy.
-    pub temperature: f32,
-    /// Nucleus: the smallest set of tokens with at least this probability; 1 is all.
-    pub top_p: f32,
-    /// Only the k most likely tokens; 0 is all.
-    pub top_k: u32,
-    /// Seeds the draw; the same seed gives the same text.
-    pub seed: u64,
-    /// Output ends before the first of these.
-    pub stop: Vec<String>,
-    /// Go on past the model's end token.
-    pub ignore_eos: bool,
-}
-
-impl Default for Sampling {
-    fn default() -> Self {
-        Self { max_tokens: 128, temperature: 0.0, top_p: 1.0, top_k: 0, seed: 0, stop: Vec::new(), ignore_eos: false }
+    /// Several specifications separated by commas, such as `full,clip:0.2,clip:0.2:group=8,4`. A comma inside a value
+    /// is kept: a piece that begins with no strategy's name belongs to the one before.
+    pub fn parse_list(text: &str) -> Result<Vec<Self>, Error> {
+        let mut pieces: Vec<String> = Vec::new();
+        for piece in text.split(',') {
+            let name = piece.split(':').next().unwrap_or_default().trim();
+            let number = name.parse::<f32>().is_ok() || name.is_empty();
+            match pieces.last_mut() {
+                Some(last) if number => last.extend([",", piece]),
+                _ => pieces.push(piece.to_owned()),
+            }
+        }
+        pieces.iter().map(|piece| piece.trim().parse()).collect()
     }
 }
 
-impl Sampling {
-    /// Checks every number. Called once, where a request enters.
-    pub fn validate(&self) -> Result<(), Error> {
-        let finite_range = |what, value: f32, low: f32, high: f32, expected| {
-            if (low..=high).contains(&value) {
-                Ok(())
-            } else {
-                Err(Error::OutOfRange { what, expected, got: value.to_string() })
+fn list(names: &[&str]) -> String {
+    if names.is_empty() { "none".to_owned() } else { names.join(", ") }
+}
+
+/// A specification: strategy, the ratio if it has one, and the options that differ from the defaults, such as
+/// `clip:0.2:group=none`.
+impl fmt::Display for Options {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.strategy.name())?;
+        let default = Self::of(self.strategy);
+        for entry in self.used() {
+            let text = (entry.get)(self);
+            if entry.name == "ratio" {
+                write!(f, ":{text}")?;
+            } else if text != (entry.get)(&default) {
+                write!(f, ":{}={text}", entry.name)?;
             }
-        };
-        finite_range("temperature", self.temperature, 0.0, 100.0, "in 0..=100")?;
-        finite_range("top_p", self.top_p, f32::MIN_POSITIVE, 1.0, "above 0 and at most 1")?;
-        if self.stop.len() > 16 || self.stop.iter().any(|stop| stop.is_empty() || stop.len() > 256) {
-            return Err(Error::OutOfRange {
-                what: "stop",
-                expected: "at most 16 strings of 1 to 256 bytes",
-                got: format!("{} strings", self.stop.len()),
-            });
         }
         Ok(())
+    }
+}
+
+impl FromStr for Options {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let mut pieces = text.split(':');
+        let mut options = Self::of(pieces.next().unwrap_or_default().parse()?);
+        for piece in pieces {
+            match piece.split_once('=') {
+                Some((name, value)) => options.set(name.trim(), value.trim())?,
+                None => options.set("ratio", piece.trim())?,
+            }
+        }
+        Ok(options)
     }
 }
 
@@ -347,31 +292,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_option_survives_its_text() {
-        for strategy in Strategy::ALL {
-            assert_eq!(strategy.to_string().parse(), Ok(strategy));
-        }
-        for group in [Group::default(), Group::NONE, Group { window: 1, threshold: 1 }] {
-            assert_eq!(group.to_string().parse(), Ok(group));
-        }
-        for layers in [AuxLayers::Last, AuxLayers::Range(0.5, 0.8)] {
-            assert_eq!(layers.to_string().parse(), Ok(layers));
-        }
-    }
-
-    #[test]
     fn numbers_outside_their_range_are_refused() {
         for ratio in [-0.1, 1.1, f32::NAN, f32::INFINITY] {
             assert!(Options { ratio, ..Options::default() }.validate().is_err(), "{ratio}");
         }
-        for text in ["9", "0,0", "4,5", "300,2", "a,b", "8,0"] {
-            assert!(text.parse::<Group>().is_err(), "{text}");
-        }
-        for text in ["first", "0.8..0.5", "0.5..1.5", "NaN..1", "0.5"] {
-            assert!(text.parse::<AuxLayers>().is_err(), "{text}");
-        }
-        assert!(Sampling { temperature: f32::NAN, ..Sampling::default() }.validate().is_err());
-        assert!(Sampling { top_p: 0.0, ..Sampling::default() }.validate().is_err());
+        let sharp = |context_temperature| Options { context_temperature, ..Options::of(Ape) };
+        assert!(sharp(0.0).validate().is_err() && sharp(f32::NAN).validate().is_err());
     }
 
     #[test]
@@ -384,10 +310,34 @@ mod tests {
     }
 
     #[test]
-    fn a_depth_range_names_at_least_one_layer() {
-        assert_eq!(AuxLayers::Range(0.5, 0.8).indices(30), 15..24);
-        assert_eq!(AuxLayers::Range(0.5, 0.51).indices(2), 1..2);
-        assert_eq!(AuxLayers::Last.indices(30), 29..30);
-        assert_eq!(AuxLayers::Range(0.99, 1.0).indices(2), 1..2);
+    fn every_option_survives_its_text() {
+        for &strategy in Strategy::ALL {
+            let options = Options::of(strategy);
+            let mut copy = Options::of(strategy);
+            for (name, text) in options.entries() {
+                copy.set(name, &text).unwrap_or_else(|error| panic!("{strategy}: {error}"));
+            }
+            assert_eq!(copy, options);
+            assert_eq!(options.to_string().parse(), Ok(options));
+        }
+    }
+
+    #[test]
+    fn a_list_keeps_commas_inside_values() {
+        let list = Options::parse_list("full, clip:0.1:group=8,4,guided:0.2:early-stop=3,inf,0.5").unwrap();
+        let texts: Vec<String> = list.iter().map(Options::to_string).collect();
+        assert_eq!(texts, ["full", "clip:0.1:group=8,4", "guided:0.2:early_stop=3,inf,0.5"]);
+        assert!(Options::parse_list("").is_err() && Options::parse_list("full,,clip").is_err());
+    }
+
+    #[test]
+    fn an_option_of_another_strategy_is_refused_with_the_ones_that_use_it() {
+        let mut options = Options::of(Strategy::Full);
+        let error = options.set("ratio", "0.2").unwrap_err().to_string();
+        assert!(error.contains("clip") && error.contains("full"), "{error}");
+        let error = Options::of(Clip).set("rato", "0.2").unwrap_err().to_string();
+        assert!(error.contains("aux_layers"), "{error}");
+        let error = Options::of(Clip).set("group", "3,4").unwrap_err().to_string();
+        assert!(error.contains("threshold") && error.contains("group"), "{error}");
     }
 }

@@ -72,6 +72,17 @@ impl RowRanges {
     pub fn union(&self, other: &Self) -> Self {
         Self::from_ranges(self.0.iter().chain(&other.0).cloned())
     }
+
+    /// The slots that are in both sets.
+    pub fn intersection(&self, other: &Self) -> Self {
+        let meet = |a: &Range<u32>, b: &Range<u32>| a.start.max(b.start)..a.end.min(b.end);
+        let (mut ranges, mut mine, mut theirs) = (Vec::new(), self.0.iter().peekable(), other.0.iter().peekable());
+        while let (Some(a), Some(b)) = (mine.peek(), theirs.peek()) {
+            ranges.push(meet(a, b));
+            if a.end < b.end { mine.next() } else { theirs.next() };
+        }
+        Self::from_ranges(ranges)
+    }
 }
 
 #[cfg(test)]
@@ -87,6 +98,8 @@ mod tests {
         assert!(rows.contains(9) && !rows.contains(8) && !rows.contains(10));
         assert_eq!(rows.count_in(4..10), 3);
         assert_eq!(rows.union(&RowRanges::from_slots([6, 8])).ranges(), &[3..7, 8..10]);
+        assert_eq!(rows.intersection(&RowRanges::from_slots([1, 4, 5, 6, 9])).ranges(), &[4..6, 9..10]);
+        assert!(rows.intersection(&RowRanges::from_slots([7])).is_empty());
     }
 
     #[test]

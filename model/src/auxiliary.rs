@@ -7,7 +7,7 @@
 use std::sync::Arc;
 
 use kvsplice_kernels::rope::Rotation;
-use kvsplice_kv::options::{AuxLayers, Softmax};
+use kvsplice_kv::options::{Depth, Reduce, Softmax};
 use tch::{Kind, Tensor};
 
 use crate::cache::StoredLayer;
@@ -24,9 +24,11 @@ pub struct ScoreRequest {
     /// The question with the template's tail; at least one token.
     pub question_ids: Vec<u32>,
     /// Which layers score.
-    pub layers: AuxLayers,
+    pub layers: Depth,
     /// Over which keys a score is normalized.
     pub softmax: Softmax,
+    /// How the question's rows and the heads become one score.
+    pub reduce: Reduce,
 }
 
 /// Scoring on its way through the layers.
@@ -152,7 +154,7 @@ impl Scoring {
         Ok(last)
     }
 
-    /// One score a token of each chunk: mean over the question's rows and over heads, summed over the scored layers.
+    /// One score a token of each chunk: mean or maximum over the question's rows and over heads, summed over the scored layers.
     /// Call it when [`Scoring::advance`] has said that it is done. Fails when a score is not a number.
     pub fn finish(self) -> Result<Vec<Vec<f32>>, Error> {
         let mut all = vec![0f32; self.scores.numel()];
@@ -178,7 +180,7 @@ impl Scoring {
         };
         let chunks: Vec<StoredLayer> =
             self.request.chunk_kv.iter().map(|kv| StoredLayer::split(kv.layout.encoding, &kv.layers[layer])).collect();
-        let joined = StoredLayer::join(&chunks.iter().collect::<Vec<_>>())?
+        let joined = StoredLayer::join(&chunks)?
             .ok_or_else(|| Error::Argument("scoring needs at least one chunk".to_owned()))?;
         Ok(Stored { prefix, chunks: joined.tensors(kv_heads, head_dim)? })
     }
@@ -233,8 +235,11 @@ impl Scoring {
                 weights.f_div(&total)?
             }
         };
-        let mean = attention.f_mean_dim([1, 2].as_slice(), false, Kind::Float)?;
-        self.scores = self.scores.f_add(&mean)?;
+        let reduced = match self.request.reduce {
+            Reduce::Mean => attention.f_mean_dim([1, 2].as_slice(), false, Kind::Float)?,
+            Reduce::Max => attention.f_amax([1, 2].as_slice(), false)?,
+        };
+        self.scores = self.scores.f_add(&reduced)?;
         Ok(())
     }
 }

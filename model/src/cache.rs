@@ -77,6 +77,35 @@ impl KvCache {
         self.write(layer, slots, &rotated, &values.f_to_kind(self.kind)?)
     }
 
+    /// Rotated keys and values at these slots of a layer, `[slots, kv_heads, head_dim]` each.
+    pub fn read(&self, layer: u32, slots: &[u32]) -> Result<(Tensor, Tensor), Error> {
+        let index = Tensor::f_from_slice(&slots.iter().map(|&slot| i64::from(slot)).collect::<Vec<_>>())?;
+        let (keys, values) = self.layer(layer);
+        Ok((keys.f_index_select(0, &index)?, values.f_index_select(0, &index)?))
+    }
+
+    /// A copy of block `index`, every layer.
+    pub fn export(&self, index: usize) -> Result<KvBlock, Error> {
+        let first = index as i64 * i64::from(BLOCK);
+        let stack = |layers: &[Tensor]| -> Result<Tensor, Error> {
+            let blocks: Vec<Tensor> =
+                layers.iter().map(|layer| layer.f_narrow(0, first, i64::from(BLOCK))).collect::<Result<_, _>>()?;
+            Ok(Tensor::f_stack(&blocks, 0)?)
+        };
+        Ok(KvBlock { keys: stack(&self.keys)?, values: stack(&self.values)? })
+    }
+
+    /// Writes a block that another sequence of this model has exported from the same place.
+    pub fn import(&mut self, index: usize, block: &KvBlock) -> Result<(), Error> {
+        let first = index as i64 * i64::from(BLOCK);
+        for (layers, block) in [(&mut self.keys, &block.keys), (&mut self.values, &block.values)] {
+            for (layer, tensor) in layers.iter_mut().enumerate() {
+                tensor.f_narrow(0, first, i64::from(BLOCK))?.f_copy_(&block.f_select(0, layer as i64)?)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Copies slots `0..tokens` of every layer from another cache.
     pub fn copy_start(&mut self, from: &Self, tokens: u32) -> Result<(), Error> {
         let tokens = i64::from(tokens);
@@ -85,6 +114,15 @@ impl KvCache {
         }
         Ok(())
     }
+}
+
+/// [`BLOCK`] tokens of a sequence, outside of its cache.
+#[derive(Debug)]
+pub struct KvBlock {
+    /// `[layers, BLOCK, kv_heads, head_dim]`, rotated.
+    keys: Tensor,
+    /// As `keys`.
+    values: Tensor,
 }
 
 /// One layer of a chunk as it is stored: K bytes, then V bytes.
@@ -105,9 +143,18 @@ impl StoredLayer {
         Self { encoding, keys: layer.slice(..half), values: layer.slice(half..) }
     }
 
+    /// Without the first `rows` of `tokens` rows.
+    pub fn skip(&self, rows: usize, tokens: usize) -> Self {
+        let rest = |bytes: &bytes::Bytes| {
+            let row = bytes.len().checked_div(tokens).unwrap_or(0);
+            bytes.slice((rows * row).min(bytes.len())..)
+        };
+        Self { encoding: self.encoding, keys: rest(&self.keys), values: rest(&self.values) }
+    }
+
     /// Several chunks' rows one after another; `None` for no chunk. One large operation is faster than many small ones.
     /// Fails on mixed encodings.
-    pub fn join<'a>(layers: impl IntoIterator<Item = &'a &'a Self>) -> Result<Option<Self>, Error> {
+    pub fn join<'a>(layers: impl IntoIterator<Item = &'a Self>) -> Result<Option<Self>, Error> {
         let mut joined: Option<(Encoding, Vec<u8>, Vec<u8>)> = None;
         for layer in layers {
             let (encoding, keys, values) = joined.get_or_insert((layer.encoding, Vec::new(), Vec::new()));

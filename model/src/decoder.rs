@@ -3,11 +3,11 @@
 //! The same code serves full and sparse prefill, decode, encoding and the auxiliary model: a batch is a list of
 //! segments, each a run of rows of one sequence with its slots. It does not know why a row is computed.
 
-use kvsplice_kernels::attention::ragged_causal;
 use kvsplice_kernels::memory::release_unused;
 use kvsplice_kernels::rope::{RopeTable, Rotation};
 use tch::{Kind, Tensor};
 
+use crate::attention::{TwoPart, attend};
 use crate::cache::KvCache;
 use crate::weights::{LayerWeights, Weights};
 use crate::{Config, Dtype, Error};
@@ -59,6 +59,21 @@ pub struct Segment<'a> {
     pub cache: &'a mut KvCache,
     /// The rows' slots, strictly ascending.
     pub slots: &'a [u32],
+    /// How rows behind the context attend, if not causally.
+    pub two_part: Option<&'a TwoPart>,
+}
+
+/// What a layer computes of its rows before attention.
+#[derive(Debug)]
+pub struct Projected {
+    /// `[rows, heads, head_dim]`, rotated.
+    pub query: Tensor,
+    /// `[rows, kv_heads, head_dim]`, before rotation.
+    pub key: Tensor,
+    /// `[rows, kv_heads, head_dim]`
+    pub rotated_key: Tensor,
+    /// `[rows, kv_heads, head_dim]`
+    pub value: Tensor,
 }
 
 /// Which rows of a batch go on after their keys and values are written.
@@ -183,23 +198,21 @@ impl Decoder {
         keep: Keep<'_>,
         capture: Option<&mut Vec<(Tensor, Tensor)>>,
     ) -> Result<Tensor, Error> {
-        let qkv = self.qkv(layer, hidden)?;
-        let keys = rotation.apply(&qkv.key)?;
-        if let Some(capture) = capture {
-            capture.push((qkv.key, qkv.value.shallow_clone()));
-        }
+        let Projected { query, key, rotated_key: keys, value } = self.project(layer, hidden, rotation)?;
         let mut first = 0;
         for segment in segments.iter_mut() {
             let rows = segment.slots.len() as i64;
-            let (keys, values) = (keys.f_narrow(0, first, rows)?, qkv.value.f_narrow(0, first, rows)?);
+            let (keys, values) = (keys.f_narrow(0, first, rows)?, value.f_narrow(0, first, rows)?);
             segment.cache.write(layer, segment.slots, &keys, &values)?;
             first += rows;
         }
-        let query = rotation.apply(&qkv.query)?;
+        if let Some(capture) = capture {
+            capture.push((key, value));
+        }
         match keep {
             Keep::All => {
                 let attention =
-                    self.attend(layer, &query, segments.iter().map(|segment| (&*segment.cache, segment.slots)))?;
+                    self.attend(layer, &query, segments.iter().map(|segment| (&*segment.cache, segment.slots, segment.two_part)))?;
                 self.finish(layer, hidden, &attention)
             }
             Keep::Rows([]) => Ok(hidden.f_narrow(0, 0, 0)?),
@@ -216,7 +229,7 @@ impl Decoder {
                 }
                 let query = query.f_index_select(0, &index)?;
                 let kept_segments =
-                    segments.iter().zip(&slots).map(|(segment, slots)| (&*segment.cache, slots.as_slice()));
+                    segments.iter().zip(&slots).map(|(segment, slots)| (&*segment.cache, slots.as_slice(), segment.two_part));
                 let attention = self.attend(layer, &query, kept_segments)?;
                 self.finish(layer, &hidden.f_index_select(0, &index)?, &attention)
             }
@@ -227,23 +240,33 @@ impl Decoder {
         &self,
         layer: u32,
         query: &Tensor,
-        segments: impl Iterator<Item = (&'a KvCache, &'a [u32])>,
+        segments: impl Iterator<Item = (&'a KvCache, &'a [u32], Option<&'a TwoPart>)>,
     ) -> Result<Tensor, Error> {
         let mut outputs = Vec::new();
         let mut first = 0;
-        for (cache, slots) in segments {
+        for (cache, slots, two_part) in segments {
             let rows = slots.len() as i64;
             if rows == 0 {
                 continue;
             }
-            let (keys, values) = cache.layer(layer);
-            outputs.push(ragged_causal(&query.f_narrow(0, first, rows)?, keys, values, slots)?);
+            outputs.push(attend(cache, layer, &query.f_narrow(0, first, rows)?, slots, two_part)?);
             first += rows;
         }
         match outputs.len() {
             1 => Ok(outputs.remove(0)),
             _ => Ok(Tensor::f_cat(&outputs, 0)?),
         }
+    }
+
+    /// The first half of a layer: queries, keys and values of the rows, rotated to their positions.
+    pub fn project(&self, layer: u32, hidden: &Tensor, rotation: &Rotation) -> Result<Projected, Error> {
+        let qkv = self.qkv(layer, hidden)?;
+        Ok(Projected {
+            query: rotation.apply(&qkv.query)?,
+            rotated_key: rotation.apply(&qkv.key)?,
+            key: qkv.key,
+            value: qkv.value,
+        })
     }
 
     /// Norm, projection, bias and head norms: the first half of a layer up to rotation.

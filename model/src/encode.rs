@@ -51,7 +51,7 @@ impl Prefix {
                     layer,
                     &hidden,
                     &rotation,
-                    &mut [Segment { cache: &mut cache, slots }],
+                    &mut [Segment { cache: &mut cache, slots, two_part: None }],
                     keep,
                     None,
                 )?;
@@ -118,7 +118,7 @@ impl Encoder {
         let mut captured = Vec::new();
         if rows <= SLICE_ROWS {
             let mut segments: Vec<Segment<'_>> =
-                self.chunks.iter_mut().map(|chunk| Segment { cache: &mut chunk.cache, slots: &chunk.slots }).collect();
+                self.chunks.iter_mut().map(|chunk| Segment { cache: &mut chunk.cache, slots: &chunk.slots, two_part: None }).collect();
             self.hidden =
                 decoder.layer(self.layer, &self.hidden, &self.rotation, &mut segments, keep, Some(&mut captured))?;
         } else {
@@ -131,7 +131,7 @@ impl Encoder {
                 let first = index * SLICE_ROWS;
                 let hidden = self.hidden.f_narrow(0, first as i64, slots.len() as i64)?;
                 let rotation = self.rotation.narrow(first, slots.len())?;
-                let mut segments = [Segment { cache: &mut chunk.cache, slots }];
+                let mut segments = [Segment { cache: &mut chunk.cache, slots, two_part: None }];
                 outputs.push(decoder.layer(
                     self.layer,
                     &hidden,
@@ -175,6 +175,30 @@ impl Encoder {
         let chunks = self.chunks.into_iter();
         chunks.map(|chunk| ChunkKv { layout, tokens: chunk.slots.len() as u32, layers: chunk.layers }).collect()
     }
+}
+
+/// Rows `first..first + tokens` of slices of all rows, K before rotation and V by layer, as one chunk's KV.
+pub fn pack(
+    config: &crate::Config,
+    encoding: Encoding,
+    layers: &[Vec<(Tensor, Tensor)>],
+    first: i64,
+    tokens: i64,
+) -> Result<ChunkKv, Error> {
+    let layout = layout(config, encoding);
+    let half = tokens as usize * layout.row_bytes();
+    let mut packed = Vec::with_capacity(layers.len());
+    for slices in layers {
+        let rows = |pick: fn(&(Tensor, Tensor)) -> &Tensor| -> Result<Tensor, Error> {
+            let all = Tensor::f_cat(&slices.iter().map(pick).collect::<Vec<_>>(), 0)?;
+            Ok(all.f_narrow(0, first, tokens)?.f_to_kind(kind_of(encoding))?.f_contiguous()?)
+        };
+        let mut bytes = vec![0; 2 * half];
+        copy_rows(&rows(|slice| &slice.0)?, 0, tokens as usize, &mut bytes[..half])?;
+        copy_rows(&rows(|slice| &slice.1)?, 0, tokens as usize, &mut bytes[half..])?;
+        packed.push(Bytes::from(bytes));
+    }
+    Ok(ChunkKv { layout, tokens: tokens as u32, layers: packed })
 }
 
 fn copy_rows(tensor: &Tensor, first: usize, rows: usize, to: &mut [u8]) -> Result<(), Error> {

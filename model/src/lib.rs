@@ -5,6 +5,7 @@
 //! [`Compute`] thread. This crate knows nothing of the network or of requests.
 #![forbid(unsafe_code)]
 
+pub mod attention;
 pub mod auxiliary;
 pub mod cache;
 pub mod compute;

@@ -64,11 +64,15 @@ impl ChatTemplate {
     }
 
     /// The prompt of a question over chunks, split where the chunks go. The user's turn is
-    /// `Passages:\n` ++ chunks ++ `\nQuestion: ` ++ question.
-    pub fn split(&self, system: &str, question: &str) -> Result<Parts, Error> {
+    /// `Passages:\n` ++ chunks ++ `\nQuestion: ` ++ question, or, with an `intro`, intro ++ chunks ++ question.
+    pub fn split(&self, system: &str, intro: Option<&str>, question: &str) -> Result<Parts, Error> {
+        let user = match intro {
+            None => format!("Passages:\n{CHUNKS}\nQuestion: {question}"),
+            Some(intro) => format!("{intro}{CHUNKS}{question}"),
+        };
         let messages = [
             Message { role: "system", content: system.to_owned() },
-            Message { role: "user", content: format!("Passages:\n{CHUNKS}\nQuestion: {question}") },
+            Message { role: "user", content: user },
         ];
         let rendered = self.render(&messages)?;
         let mut pieces = rendered.split(CHUNKS);

@@ -121,7 +121,7 @@ pub(crate) fn logits(config: &Config, weights: Box<dyn Weights>) -> Result<Vec<f
     let rotation = decoder.rotation(&slots)?;
     let mut hidden = decoder.embed(&PROMPT)?;
     for layer in 0..config.layers {
-        let mut segments = [Segment { cache: &mut cache, slots: &slots }];
+        let mut segments = [Segment { cache: &mut cache, slots: &slots, two_part: None }];
         hidden = decoder.layer(layer, &hidden, &rotation, &mut segments, Keep::All, None)?;
     }
     Ok(numbers(&decoder.logits(&hidden.narrow(0, slots.len() as i64 - 1, 1))?))

@@ -1,6 +1,6 @@
 //! Both demo models against values from an independent implementation (tests/vectors/reference.json), in f32.
 
-use kvsplice_kv::options::{AuxLayers, Softmax};
+use kvsplice_kv::options::{Depth, Reduce, Softmax};
 use kvsplice_kv::{Encoding, ModelDigest};
 use kvsplice_model::auxiliary::{ScoreRequest, score};
 use kvsplice_model::decoder::{Keep, Segment};
@@ -35,7 +35,7 @@ fn run(decoder: &Decoder, prompt: &[u32], greedy: usize) -> (Vec<f32>, Vec<u32>)
         let output = [ids.len() - 1];
         for layer in 0..=last {
             let keep = if layer == last { Keep::Rows(&output) } else { Keep::All };
-            let mut segments = [Segment { cache: &mut cache, slots: &slots }];
+            let mut segments = [Segment { cache: &mut cache, slots: &slots, two_part: None }];
             hidden = decoder.layer(layer, &hidden, &rotation, &mut segments, keep, None).unwrap();
         }
         let logits = decoder.logits(&hidden).unwrap();
@@ -120,7 +120,7 @@ fn auxiliary_scores_equal_the_reference() {
     let chunk_kv = encode(&decoder, &prefix, &slices, Encoding::F32).unwrap().into_iter().map(Arc::new).collect();
     let prefix_kv = encode(&decoder, &[], &[&prefix], Encoding::F32).unwrap().pop().map(Arc::new);
     let request =
-        ScoreRequest { prefix_kv, chunk_kv, question_ids: question, layers: AuxLayers::Last, softmax: Softmax::Chunk };
+        ScoreRequest { prefix_kv, chunk_kv, question_ids: question, layers: Depth::Last, softmax: Softmax::Chunk, reduce: Reduce::Mean };
     let scores = score(&decoder, request.clone()).unwrap();
     for (got, expected) in scores.iter().zip(splice["aux_scores"].as_array().unwrap()) {
         let expected: Vec<f64> = expected.as_array().unwrap().iter().map(|score| score.as_f64().unwrap()).collect();

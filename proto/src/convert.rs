@@ -79,25 +79,21 @@ pub fn sampling(sampling: Option<v1::Sampling>) -> Result<kv::Sampling, Error> {
     sampling.unwrap_or_default().try_into()
 }
 
-fn parsed_or<T: std::str::FromStr<Err = kv::Error>>(text: Option<String>, default: T) -> Result<T, Error> {
-    Ok(text.map(|text| text.parse()).transpose()?.unwrap_or(default))
-}
-
 impl TryFrom<v1::Options> for kv::Options {
     type Error = Error;
 
     fn try_from(wire: v1::Options) -> Result<Self, Error> {
-        let default = kv::Options::default();
-        let options = kv::Options {
-            strategy: parsed_or(wire.strategy, default.strategy)?,
-            ratio: wire.ratio.unwrap_or(default.ratio),
-            budget: parsed_or(wire.budget, default.budget)?,
-            group: parsed_or(wire.group, default.group)?,
-            softmax: parsed_or(wire.softmax, default.softmax)?,
-            aux_layers: parsed_or(wire.aux_layers, default.aux_layers)?,
-            shared_prefix: wire.shared_prefix.unwrap_or(default.shared_prefix),
-            renumber: wire.renumber.unwrap_or(default.renumber),
-        };
+        let strategy = wire.strategy.as_deref().map(str::parse).transpose()?.unwrap_or_default();
+        let mut options = kv::Options::of(strategy);
+        macro_rules! set {
+            ($($field:ident)*) => {$(
+                if let Some(value) = &wire.$field {
+                    options.set(stringify!($field), &value.to_string())?;
+                }
+            )*};
+        }
+        set!(ratio budget group softmax aux_layers reduce shared_prefix renumber mask first_tokens blend guide
+             guide_layers context_temperature context_scale context_form early_stop alpha capture prefix_cache);
         options.validate()?;
         Ok(options)
     }
@@ -105,16 +101,23 @@ impl TryFrom<v1::Options> for kv::Options {
 
 impl From<kv::Options> for v1::Options {
     fn from(options: kv::Options) -> Self {
-        Self {
-            strategy: Some(options.strategy.to_string()),
-            ratio: Some(options.ratio),
-            budget: Some(options.budget.to_string()),
-            group: Some(options.group.to_string()),
-            softmax: Some(options.softmax.to_string()),
-            aux_layers: Some(options.aux_layers.to_string()),
-            shared_prefix: Some(options.shared_prefix),
-            renumber: Some(options.renumber),
+        let mut wire = Self { strategy: Some(options.strategy.to_string()), ..Self::default() };
+        for (name, text) in options.entries() {
+            macro_rules! put {
+                (text $($field:ident)*, parsed $($number:ident)*) => {
+                    match name {
+                        $(stringify!($field) => wire.$field = Some(text),)*
+                        // The text is the value's own; it reads back.
+                        $(stringify!($number) => wire.$number = text.parse().ok(),)*
+                        _ => {}
+                    }
+                };
+            }
+            put!(text budget group softmax aux_layers reduce mask blend guide guide_layers context_form early_stop,
+                 parsed ratio shared_prefix renumber first_tokens context_temperature context_scale alpha capture
+                 prefix_cache);
         }
+        wire
     }
 }
 
@@ -301,26 +304,20 @@ impl From<kv::Receipt> for v1::Receipt {
 #[cfg(test)]
 mod tests {
     use kvsplice_kv::Strategy;
-    use kvsplice_kv::options::{AuxLayers, Budget, Group, Softmax};
 
     use super::*;
 
     #[test]
     fn options_survive_the_wire_and_unset_fields_take_their_defaults() {
-        let options = kv::Options {
-            strategy: Strategy::Clip,
-            ratio: 0.35,
-            budget: Budget::Nominal,
-            group: Group::NONE,
-            softmax: Softmax::Joint,
-            aux_layers: AuxLayers::Range(0.5, 0.8),
-            shared_prefix: true,
-            renumber: true,
-        };
+        for &strategy in Strategy::ALL {
+            let options = kv::Options::of(strategy);
+            assert_eq!(kv::Options::try_from(v1::Options::from(options)).unwrap(), options);
+        }
+        let options: kv::Options =
+            "clip:0.35:budget=nominal:group=none:softmax=joint:aux_layers=0.2..0.8:reduce=max:mask=bottom-right".parse().unwrap();
         assert_eq!(kv::Options::try_from(v1::Options::from(options)).unwrap(), options);
-        let direct =
-            kv::Options { strategy: Strategy::Direct, shared_prefix: false, renumber: false, ..Default::default() };
-        assert_eq!(kv::Options::try_from(v1::Options::from(direct)).unwrap(), direct);
+        let options: kv::Options = "direct:shared_prefix=false:renumber=false:context_temperature=0.9".parse().unwrap();
+        assert_eq!(kv::Options::try_from(v1::Options::from(options)).unwrap(), options);
         assert_eq!(super::options(None).unwrap(), kv::Options::default());
         assert_eq!(super::sampling(None).unwrap(), kv::Sampling::default());
     }
@@ -328,7 +325,7 @@ mod tests {
     #[test]
     fn a_bad_option_is_refused_by_its_name() {
         type Change = fn(&mut v1::Options);
-        let cases: [(&str, Change); 7] = [
+        let cases: [(&str, Change); 9] = [
             ("strategy", |o| o.strategy = Some("magic".into())),
             ("ratio", |o| o.ratio = Some(1.5)),
             ("ratio", |o| o.ratio = Some(f32::NAN)),
@@ -336,6 +333,8 @@ mod tests {
             ("group", |o| o.group = Some("3,4".into())),
             ("softmax", |o| o.softmax = Some(String::new())),
             ("aux_layers", |o| o.aux_layers = Some("0.9..0.1".into())),
+            ("alpha", |o| o.alpha = Some(1.0)),
+            ("renumber", |o| o.renumber = Some(false)),
         ];
         for (name, change) in cases {
             let mut wire = v1::Options::default();

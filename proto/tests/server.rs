@@ -54,6 +54,13 @@ impl Worker for Scripted {
         std::future::pending().await
     }
 
+    async fn attention(
+        &self,
+        _: Request<kvsplice_proto::v1::WorkerAttentionRequest>,
+    ) -> Result<Response<kvsplice_proto::v1::WorkerAttentionResponse>, Status> {
+        Err(Status::unimplemented("not scripted"))
+    }
+
     async fn status(&self, _: Request<WorkerStatusRequest>) -> Result<Response<WorkerStatusResponse>, Status> {
         let epoch = context::spawn(async { context::request_id().to_string() }).await;
         Ok(Response::new(WorkerStatusResponse { epoch: epoch.unwrap(), ..Default::default() }))

@@ -37,15 +37,15 @@ pub fn characters(first: usize, count: usize) -> String {
 /// Chunks in the request, behind the default system prompt.
 pub fn inline<S: AsRef<str>>(chunks: &[S], question: &str, store: bool) -> v1::Prompt {
     let chunks = chunks.iter().map(|chunk| chunk.as_ref().to_owned()).collect();
-    let source = v1::InlineSource { chunks, store, system_prompt: String::new() };
-    v1::Prompt { source: Some(v1::prompt::Source::Inline(source)), question: question.to_owned() }
+    let source = v1::InlineSource { chunks, store, ..Default::default() };
+    v1::Prompt { source: Some(v1::prompt::Source::Inline(source)), question: question.to_owned(), ..Default::default() }
 }
 
 /// A literal prompt.
 pub fn raw<S: AsRef<str>>(prefix: &str, chunks: &[S], question: &str, store: bool) -> v1::Prompt {
     let chunks = chunks.iter().map(|chunk| chunk.as_ref().to_owned()).collect();
     let source = v1::RawSource { prefix: prefix.to_owned(), chunks, store };
-    v1::Prompt { source: Some(v1::prompt::Source::Raw(source)), question: question.to_owned() }
+    v1::Prompt { source: Some(v1::prompt::Source::Raw(source)), question: question.to_owned(), ..Default::default() }
 }
 
 /// A strategy with its ratio.

@@ -139,6 +139,7 @@ fn eight_requests_at_once_equal_eight_in_turn() {
             prompt: Some(prompt(place)),
             options: Some(strategies[place % 4].clone()),
             answer: words(10 * place, 12),
+            ..Default::default()
         })
         .collect();
     let alone: Vec<_> = scored.iter().map(|request| client.score(request.clone()).unwrap()).collect();
@@ -264,7 +265,7 @@ fn score(cluster: &Cluster, client: &Client, dump: &v1::Dump, targets: &[u32]) -
             ..v1::PrefillStart::default()
         };
         let rows = v1::Rows { ranges: Vec::new(), complete_below: dump.token_ids.len() as u32 };
-        let request = v1::ScoreRequest { start: Some(start), rows: Some(rows), target_ids: targets.to_vec() };
+        let request = v1::ScoreRequest { start: Some(start), rows: Some(rows), target_ids: targets.to_vec(), ..Default::default() };
         worker.score(request).await.unwrap().into_inner()
     })
 }

@@ -2,14 +2,15 @@
 //! promises and nothing fails. Tiny seeded models with the real tokenizers; the seed of the cases is fixed.
 #![allow(missing_docs)]
 
-use kvsplice_proto::v1;
+use kvsplice_kv::Options;
+use kvsplice_kv::options::Budget;
 use kvsplice_tests::{Answer, Client, Cluster, characters, inline, raw, request};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngSeed, TestCaseError, TestRunner};
 
 const TINY: [&str; 5] = ["--shape", "tiny", "--random-weights", "--dtype", "f32"];
 const SEED: u64 = 20_251_130;
-const CASES: u32 = 80;
+const CASES: u32 = 160;
 
 /// One request.
 #[derive(Clone, Debug)]
@@ -18,7 +19,7 @@ struct Case {
     /// A literal prefix, or the chat template.
     prefix: Option<&'static str>,
     question: String,
-    options: v1::Options,
+    options: Options,
     max_tokens: u32,
     store: bool,
 }
@@ -36,27 +37,35 @@ fn chunks() -> impl Strategy<Value = Vec<String>> {
         .prop_map(|(pool, picks)| picks.iter().map(|pick| pick.get(&pool).clone()).collect())
 }
 
-fn options() -> impl Strategy<Value = v1::Options> {
-    let name = |names: &'static [&'static str]| prop::sample::select(names).prop_map(|name| Some(name.to_owned()));
-    let strategy = prop_oneof![4 => Just("clip"), 1 => Just("direct"), 1 => Just("full")];
-    let ratio = prop_oneof![1 => Just(0f32), 1 => Just(1f32), 4 => 0f32..=1f32];
-    let group = name(&["none", "8,5", "2,1", "16,4", "256,2"]);
-    let layers = name(&["last", "0..1", "0.5..1"]);
-    let clip = (ratio, name(&["charged", "nominal"]), group, name(&["chunk", "joint"]), layers);
-    (strategy, clip, any::<(bool, bool)>()).prop_map(|(strategy, clip, (shared_prefix, renumber))| {
-        let (ratio, budget, group, softmax, aux_layers) = clip;
-        let direct = strategy == "direct";
-        v1::Options {
-            strategy: Some(strategy.to_owned()),
-            ratio: Some(ratio),
-            budget,
-            group,
-            softmax,
-            aux_layers,
-            shared_prefix: direct.then_some(shared_prefix),
-            renumber: direct.then_some(renumber),
-        }
-    })
+/// A specification of any strategy with any of its options.
+fn options() -> impl Strategy<Value = Options> {
+    let pick = |texts: &'static [&'static str]| prop::sample::select(texts);
+    let ratio = || prop_oneof![1 => Just(0f32), 1 => Just(1f32), 4 => 0f32..=1f32];
+    let group = pick(&["none", "8,5", "2,1", "16,4", "256,2"]);
+    let layers = || pick(&["last", "0..1", "0.5..1"]);
+    let scored = (ratio(), pick(&["charged", "nominal"]), group, pick(&["mean", "max"]), layers())
+        .prop_map(|(ratio, budget, group, reduce, layers)| (format!("{ratio}:budget={budget}:group={group}:reduce={reduce}"), layers));
+    let clip = (scored.clone(), pick(&["chunk", "joint"]))
+        .prop_map(|((text, layers), softmax)| format!("clip:{text}:softmax={softmax}:aux_layers={layers}"));
+    let guided = (scored, pick(&["context", "question"]))
+        .prop_map(|((text, layers), guide)| format!("guided:{text}:guide_layers={layers}:guide={guide}"));
+    let blend = (ratio(), pick(&["paper", "code"]), pick(&["none", "8,5"]))
+        .prop_map(|(ratio, mode, group)| format!("blend:{ratio}:blend={mode}:group={group}"));
+    let lego = (0u32..40).prop_map(|first| format!("lego:first_tokens={first}"));
+    let selecting = (
+        prop_oneof![3 => clip, 2 => guided, 2 => blend, 1 => lego],
+        pick(&["true", "true", "false"]),
+        pick(&["", "", ":mask=bottom-right", ":context_temperature=0.8:context_scale=0.9", ":early_stop=1,0,0"]),
+    )
+        .prop_map(|(text, shared, more)| format!("{text}:shared_prefix={shared}{more}"));
+    let direct = (any::<bool>(), any::<bool>())
+        .prop_map(|(shared, renumber)| format!("direct:shared_prefix={shared}:renumber={renumber}"));
+    let ape = pick(&["ape", "ape:context_form=code", "ape:context_temperature=1:context_scale=1"]).prop_map(str::to_owned);
+    let craft = pick(&["craft", "craft:alpha=0.3", "craft:capture=true", "craft:alpha=1:early_stop=none"]).prop_map(str::to_owned);
+    let reusing = prop_oneof![6 => selecting, 1 => direct, 1 => ape, 2 => craft, 1 => Just("prefix".to_owned())];
+    let reusing = (reusing, any::<bool>()).prop_map(|(text, kept)| format!("{text}:prefix_cache={kept}"));
+    prop_oneof![10 => reusing, 1 => Just("full".to_owned())]
+        .prop_map(|text| text.parse().unwrap_or_else(|error| panic!("{text}: {error}")))
 }
 
 fn case() -> impl Strategy<Value = Case> {
@@ -101,7 +110,7 @@ fn a_random_prompt_keeps_every_promise() {
             None => inline(&case.chunks, &case.question, case.store),
         };
         let answer = client
-            .generate(request(prompt, case.options.clone(), case.max_tokens))
+            .generate(request(prompt, case.options.into(), case.max_tokens))
             .map_err(|status| TestCaseError::fail(format!("{status:?}")))?;
         check(&case, &answer)
     });
@@ -114,12 +123,15 @@ fn check(case: &Case, answer: &Answer) -> Result<(), TestCaseError> {
     let (dump, receipt) = (&answer.dump, &answer.receipt);
     let starts = &dump.chunk_starts;
     let tokens = receipt.tokens.unwrap_or_default();
-    let clip = receipt.effective == "clip";
-    let charged = case.options.budget.as_deref() == Some("charged");
-    let ratio = case.options.ratio.unwrap_or_default();
+    let options = &case.options;
+    let selects = ["clip", "guided", "blend", "lego", "craft"].contains(&receipt.effective.as_str());
+    let counted = ["clip", "guided"].contains(&receipt.effective.as_str());
+    let charged = options.budget == Budget::Charged;
     holds!(starts.len() == case.chunks.len() + 1, "{} chunk starts", starts.len());
     holds!(receipt.chunks.len() == case.chunks.len(), "{} chunks in the receipt", receipt.chunks.len());
 
+    // What an earlier prompt has left is neither computed nor selected.
+    let kept = options.prefix_cache && receipt.effective != "full";
     let (mut selectable, mut picked, mut all_rows) = (0, 0, 0);
     for (place, chunk) in receipt.chunks.iter().enumerate() {
         let slots = starts[place]..starts[place + 1];
@@ -128,11 +140,15 @@ fn check(case: &Case, answer: &Answer) -> Result<(), TestCaseError> {
         holds!(chunk.rows == rows, "chunk {place} has {} rows, the dump {rows}", chunk.rows);
         all_rows += rows;
         if chunk.source == "fresh" {
-            holds!(rows == chunk.tokens && !chunk.reason.is_empty(), "chunk {place} is fresh with {rows} rows");
+            holds!((kept || rows == chunk.tokens) && !chunk.reason.is_empty(), "chunk {place} is fresh with {rows} rows");
+            continue;
+        }
+        if chunk.source == "device" {
+            holds!(kept && rows == 0, "chunk {place} is held, but has {rows} rows");
             continue;
         }
         let exact = place == 0 && (charged || case.chunks.len() == 1);
-        if clip && !exact {
+        if selects && !exact {
             selectable += chunk.tokens;
             picked += rows;
         } else {
@@ -141,16 +157,17 @@ fn check(case: &Case, answer: &Answer) -> Result<(), TestCaseError> {
     }
     holds!(all_rows as usize == dump.rows.len(), "{} rows, {all_rows} of them in chunks", dump.rows.len());
     holds!(dump.rows.windows(2).all(|pair| pair[0] < pair[1]), "rows are not ascending");
-    let budget = (f64::from(ratio) * f64::from(selectable)).round() as u32;
-    if clip && ratio >= 1.0 {
+    let budget = (f64::from(options.ratio) * f64::from(selectable)).round() as u32;
+    if counted && !kept && options.ratio >= 1.0 {
         holds!(picked == selectable, "ratio 1 picked {picked} of {selectable}");
-    } else if clip && charged {
+    } else if counted && !kept && charged {
         holds!(picked <= budget, "picked {picked} of {selectable} tokens, the budget is {budget}");
     }
-    if clip && selectable > 0 {
+    if counted && !kept && selectable > 0 && options.early_stop.window == 0 {
         let share = f64::from(picked) / f64::from(selectable);
         holds!((receipt.ratio_charged - share).abs() < 1e-9, "charged {}, not {share}", receipt.ratio_charged);
     }
+    holds!((0.0..=1.0).contains(&receipt.ratio_charged), "charged {}", receipt.ratio_charged);
 
     let prompt = tokens.prefix + tokens.chunk + tokens.question;
     let accounted = tokens.reused_exact + tokens.reused_approximate + tokens.recomputed;
@@ -159,12 +176,16 @@ fn check(case: &Case, answer: &Answer) -> Result<(), TestCaseError> {
     holds!(tokens.chunk == receipt.chunks.iter().map(|chunk| chunk.tokens).sum::<u32>(), "chunks: {tokens:?}");
     let at_least = all_rows + tokens.question;
     let recomputed = [at_least, at_least + tokens.prefix].contains(&tokens.recomputed);
-    holds!(recomputed, "{all_rows} rows and the question: {tokens:?}");
+    holds!(recomputed || (kept && tokens.recomputed < at_least + tokens.prefix), "{all_rows} rows and the question: {tokens:?}");
     holds!(tokens.output == case.max_tokens && answer.token_ids.len() as u32 == case.max_tokens, "{tokens:?}");
 
     let all_fresh = answer.sources().iter().all(|source| *source == "fresh");
-    holds!(all_fresh == (receipt.effective == "full"), "effective {} of {:?}", receipt.effective, answer.sources());
-    holds!(!case.store || receipt.effective == case.options.strategy(), "stored, yet {}", receipt.effective_reason);
+    let exact = ["full", "prefix"].contains(&receipt.effective.as_str());
+    holds!(!all_fresh || exact, "effective {} of {:?}", receipt.effective, answer.sources());
+    holds!(!exact || tokens.reused_approximate == 0, "exact, with {tokens:?}");
+    let asked = options.strategy.name();
+    let captured = options.capture && receipt.effective == "full";
+    holds!(!case.store || receipt.effective == asked || captured, "stored, yet {}", receipt.effective_reason);
     holds!(!dump.logits.is_empty() && dump.logits.iter().all(|logit| logit.is_finite()), "logits are not numbers");
     Ok(())
 }

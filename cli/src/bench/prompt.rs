@@ -215,7 +215,7 @@ pub(super) fn question(
     seed: u64,
 ) -> anyhow::Result<String> {
     let count = |model: &Description, question: &str| -> anyhow::Result<usize> {
-        let parts = model.template.split(system, question)?;
+        let parts = model.template.split(system, None, question)?;
         Ok(model.tokenizer.encode_special(&parts.question)?.len())
     };
     let mut random = Random(seed);

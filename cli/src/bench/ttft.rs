@@ -140,13 +140,15 @@ impl Bench {
         let system = &config.head.system_prompt;
         let question_tokens = flags.question_tokens as usize;
         let question = prompt::question(&models.primary, &models.auxiliary, system, question_tokens, flags.seed)?;
-        let inline = v1::InlineSource { chunks, store: true, system_prompt: String::new() };
-        let prompt = v1::Prompt { source: Some(v1::prompt::Source::Inline(inline)), question };
+        let inline = v1::InlineSource { chunks, store: true, ..Default::default() };
+        let prompt = v1::Prompt { source: Some(v1::prompt::Source::Inline(inline)), question, ..Default::default() };
         Ok(Self { flags: flags.clone(), config, models, prompt, timeout: Duration::from_secs(3600) })
     }
 
     fn options(&self, strategy: Strategy) -> Options {
-        Options { strategy, ratio: self.flags.ratio, ..Options::default() }
+        // Every run computes all that its strategy computes: nothing is kept from the run before.
+        let ratio = if strategy == Strategy::Clip { self.flags.ratio } else { Options::of(strategy).ratio };
+        Options { ratio, prefix_cache: false, ..Options::of(strategy) }
     }
 
     async fn answer(&self, session: &Session, strategy: Strategy, stop: &CancellationToken) -> anyhow::Result<Answer> {
@@ -251,7 +253,7 @@ impl Bench {
     }
 
     fn prefix_ids(&self) -> anyhow::Result<Vec<u32>> {
-        let parts = self.models.primary.template.split(&self.config.head.system_prompt, &self.prompt.question)?;
+        let parts = self.models.primary.template.split(&self.config.head.system_prompt, None, &self.prompt.question)?;
         Ok(self.models.primary.tokenizer.encode_special(&parts.prefix)?)
     }
 
@@ -297,7 +299,7 @@ impl Bench {
                     share.insert("clip".into(), json!(operations / (middle_ms / 1e3) / peak));
                     share.insert("clip_recompute".into(), json!(operations / (recompute_ms / 1e3) / peak));
                 }
-                Strategy::Direct => {}
+                _ => {}
             }
             gaps.extend(run.answers.iter().flat_map(Answer::gaps_ms));
             ttft.insert(name.clone(), json!(middle_ms));

@@ -157,7 +157,7 @@ pub(crate) struct Worker {
 }
 
 impl Worker {
-    fn done(start: &v1::PrefillStart) -> v1::PrefillDone {
+    fn done(start: &v1::PrefillStart, rows: &v1::Rows) -> v1::PrefillDone {
         let chunks = start.parts.iter().filter(|part| part.kind == v1::part::Kind::Chunk as i32);
         let receipt = |part: &v1::Part| v1::ChunkReceipt {
             id: part.chunk.clone(),
@@ -172,6 +172,15 @@ impl Worker {
             chunks: chunks.map(receipt).collect(),
             tokens: Some(v1::TokenCounts::default()),
             spans: vec![v1::Span { stage: "load".to_owned(), start_ms: start.elapsed_ms, end_ms: start.elapsed_ms }],
+            rows: rows.ranges.clone(),
+            charged_rows: rows.ranges.iter().map(|range| f64::from(range.end - range.first)).sum(),
+            selectable: start
+                .parts
+                .iter()
+                .filter(|part| part.kind == v1::part::Kind::Chunk as i32 && !part.chunk.is_empty() && !part.exact)
+                .map(|part| part.token_ids.len() as u32)
+                .sum(),
+            scores: Vec::new(),
         }
     }
 }
@@ -191,7 +200,7 @@ impl v1::worker_server::Worker for Worker {
             let Some(prefill_request::Message::Rows(rows)) = messages.message().await.unwrap().unwrap().message else {
                 panic!("rows come second")
             };
-            let done = Self::done(&start);
+            let done = Self::done(&start, &rows);
             let logits: Vec<u8> = [0.5f32, -1.0].iter().flat_map(|logit| logit.to_le_bytes()).collect();
             let wanted = start.want_logits.then(|| prefill_event::Event::Logits(logits.into()));
             this.asked.lock().unwrap().push(Asked { start, rows });
@@ -215,9 +224,17 @@ impl v1::worker_server::Worker for Worker {
     }
 
     async fn score(&self, request: Request<v1::ScoreRequest>) -> Answer<v1::ScoreResponse> {
-        let v1::ScoreRequest { start, target_ids, .. } = request.into_inner();
-        let done = Some(Self::done(&start.unwrap()));
-        Ok(Response::new(v1::ScoreResponse { logprobs: vec![-0.5; target_ids.len()], argmax_ids: target_ids, done }))
+        let v1::ScoreRequest { start, target_ids, rows, .. } = request.into_inner();
+        let done = Some(Self::done(&start.unwrap(), &rows.unwrap()));
+        let logprobs = vec![-0.5; target_ids.len()];
+        Ok(Response::new(v1::ScoreResponse { logprobs, argmax_ids: target_ids, done, distributions: Bytes::new() }))
+    }
+
+    async fn attention(&self, request: Request<v1::WorkerAttentionRequest>) -> Answer<v1::WorkerAttentionResponse> {
+        let request = request.into_inner();
+        let weights = vec![1.0 / request.token_ids.len() as f32; request.token_ids.len()];
+        let layers = request.layers.iter().map(|_| v1::TokenWeights { weights: weights.clone() }).collect();
+        Ok(Response::new(v1::WorkerAttentionResponse { layers }))
     }
 
     async fn status(&self, _: Request<v1::WorkerStatusRequest>) -> Answer<v1::WorkerStatusResponse> {

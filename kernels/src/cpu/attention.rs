@@ -27,7 +27,8 @@ pub(crate) enum Isa {
 }
 
 impl Isa {
-    /// Every instruction set that this CPU has, the widest first.
+    /// Every instruction set that this CPU has: tests try them all.
+    #[cfg(test)]
     pub(crate) fn available() -> Vec<Self> {
         let mut available = Vec::new();
         #[cfg(target_arch = "x86_64")]
@@ -41,6 +42,21 @@ impl Isa {
         }
         available.push(Isa::Portable);
         available
+    }
+
+    /// The widest instruction set that this CPU has.
+    pub(crate) fn best() -> Self {
+        #[cfg(target_arch = "x86_64")]
+        {
+            // The library remembers the answers.
+            if is_x86_feature_detected!("avx512f") {
+                return Isa::Avx512;
+            }
+            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+                return Isa::Avx2;
+            }
+        }
+        Isa::Portable
     }
 
     /// Lanes of the tiles that fit `needed` lanes best: narrow ones when one of them holds everything.
@@ -74,7 +90,7 @@ impl Isa {
     }
 }
 
-/// Rows of the output that tiles write from several threads. No two tiles write the same number.
+/// Numbers that tiles write from several threads. No two tiles write the same one.
 struct Output(*mut f32);
 
 // SAFETY: tiles write disjoint numbers, and nobody reads until all are done.
@@ -82,6 +98,8 @@ unsafe impl Sync for Output {}
 
 /// Attention of `shape.rows` rows; see [`crate::attention::ragged_causal`] for shapes. The caller has checked every
 /// length: `query` and `output` hold rows · heads · head_dim numbers, `keys` and `values` every slot up to the last one.
+/// `sums` `[rows, heads, ends]` receives natural log-sum-exps up to each of the ascending `ends`.
+#[expect(clippy::too_many_arguments, reason = "one flat call; the tensors' wrapper groups them")]
 pub(crate) fn ragged_causal(
     isa: Isa,
     shape: Shape,
@@ -89,16 +107,21 @@ pub(crate) fn ragged_causal(
     keys: &[f32],
     values: &[f32],
     slots: &[u32],
+    ends: &[u32],
     output: &mut [f32],
+    sums: &mut [f32],
 ) {
     let Shape { rows, heads, kv_heads, head_dim } = shape;
     assert!(query.len() == rows * heads * head_dim && output.len() == query.len() && slots.len() == rows);
+    assert!(sums.len() == rows * heads * ends.len());
     let group = heads / kv_heads;
     let lanes = isa.lanes(rows * group);
     let tiles = (rows * group).div_ceil(lanes);
     let scale = std::f32::consts::LOG2_E / (head_dim as f32).sqrt();
     let target = Output(output.as_mut_ptr());
     let target = &target;
+    let sum_target = Output(sums.as_mut_ptr());
+    let sum_target = &sum_target;
     parallel::for_each(tiles * kv_heads, |index| {
         let (tile, kv_head) = (index / kv_heads, index % kv_heads);
         let first = tile * lanes;
@@ -118,7 +141,7 @@ pub(crate) fn ragged_causal(
                 packed[number * lanes + lane] = value * scale;
             }
         }
-        let mut scratch = Scratch::new(lanes, head_dim);
+        let mut scratch = Scratch::new(lanes, head_dim, ends.len());
         let start = kv_head * head_dim;
         let tile = Tile {
             query: &packed,
@@ -126,6 +149,7 @@ pub(crate) fn ragged_causal(
             values: &values[start..],
             stride: kv_heads * head_dim,
             slots: &last_seen,
+            ends,
             head_dim,
         };
         isa.attend(lanes, &tile, &mut scratch);
@@ -136,6 +160,11 @@ pub(crate) fn ragged_causal(
                 // SAFETY: start + number is below rows · heads · head_dim, the checked length of `output`; each
                 // (row, head) belongs to one lane of one tile.
                 unsafe { *target.0.add(start + number) = scratch.output[number * lanes + lane] };
+            }
+            let start = (row * heads + head) * ends.len();
+            for end in 0..ends.len() {
+                // SAFETY: start + end is below rows · heads · ends, the checked length of `sums`; as above.
+                unsafe { *sum_target.0.add(start + end) = scratch.sums[end * lanes + lane] * std::f32::consts::LN_2 };
             }
         }
     });

@@ -24,6 +24,8 @@ pub(super) struct Tile<'a> {
     pub(super) stride: usize,
     /// By lane, the last key that it sees; ascending.
     pub(super) slots: &'a [i32],
+    /// Ascending slots; at each, the log-sum-exp over the visible keys before it is recorded.
+    pub(super) ends: &'a [u32],
     /// A multiple of [`HEAD_DIM_STEP`].
     pub(super) head_dim: usize,
 }
@@ -34,11 +36,17 @@ pub(super) struct Scratch {
     scores: Vec<f32>,
     /// `[head_dim][lanes]`: the result, before it goes to its rows.
     pub(super) output: Vec<f32>,
+    /// `[ends][lanes]`: base-2 log-sum-exp up to each end; −∞ where no key is visible.
+    pub(super) sums: Vec<f32>,
 }
 
 impl Scratch {
-    pub(super) fn new(lanes: usize, head_dim: usize) -> Self {
-        Self { scores: vec![0.0; BLOCK_KEYS * lanes], output: vec![0.0; head_dim * lanes] }
+    pub(super) fn new(lanes: usize, head_dim: usize, ends: usize) -> Self {
+        Self {
+            scores: vec![0.0; BLOCK_KEYS * lanes],
+            output: vec![0.0; head_dim * lanes],
+            sums: vec![0.0; ends * lanes],
+        }
     }
 }
 
@@ -98,7 +106,9 @@ macro_rules! tile_kernel {
             /// Attention of one tile; the result is in `scratch.output`.
             $(#[target_feature(enable = $feature)])?
             pub(crate) fn attend(tile: &Tile<'_>, scratch: &mut Scratch) {
-                let Scratch { scores, output } = scratch;
+                let Scratch { scores, output, sums } = scratch;
+                let mut sums = sums.chunks_exact_mut(LANES);
+                let mut ends = tile.ends.iter().map(|&end| end as usize).peekable();
                 let last = tile.slots[LANES - 1] as usize;
                 let unmasked = tile.slots[0] as usize;
                 let mut greatest: Group = [splat(f32::NEG_INFINITY); VECTORS];
@@ -106,7 +116,15 @@ macro_rules! tile_kernel {
                 output.fill(0.0);
                 let mut first = 0;
                 while first <= last {
-                    let count = BLOCK_KEYS.min(last + 1 - first);
+                    let mut count = BLOCK_KEYS.min(last + 1 - first);
+                    while let Some(&end) = ends.peek() {
+                        if end > first {
+                            count = count.min(end - first);
+                            break;
+                        }
+                        ends.next();
+                        record(sums.next(), greatest, total);
+                    }
                     let mut key = 0;
                     while key + UNROLL <= count {
                         dot::<UNROLL>(tile, first + key, &mut scores[key * LANES..]);
@@ -143,12 +161,28 @@ macro_rules! tile_kernel {
                     accumulate(tile, first, &scores[..count * LANES], &correction, output);
                     first += count;
                 }
+                for _ in ends {
+                    record(sums.next(), greatest, total);
+                }
                 for row in output.chunks_exact_mut(LANES) {
                     let mut numbers = load_group(row);
                     for vector in 0..VECTORS {
                         numbers[vector] = div(numbers[vector], total[vector]);
                     }
                     store_group(row, numbers);
+                }
+            }
+
+            /// Log-sum-exp so far, in base 2.
+            #[inline(never)]
+            $(#[target_feature(enable = $feature)])?
+            fn record(to: Option<&mut [f32]>, greatest: Group, total: Group) {
+                let Some(to) = to else { return };
+                let mut totals = [0f32; LANES];
+                store_group(to, greatest);
+                store_group(&mut totals, total);
+                for (sum, total) in to.iter_mut().zip(totals) {
+                    *sum += total.log2();
                 }
             }
 

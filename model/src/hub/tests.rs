@@ -163,7 +163,7 @@ fn tokenizer_and_template_are_read_and_the_template_may_stand_in_its_own_file() 
     assert_ne!(opened.tokenizer.encode(text).unwrap().ids, opened.tokenizer.encode_special(text).unwrap());
     let ids = opened.tokenizer.encode(text).unwrap().ids;
     assert_eq!(opened.tokenizer.decode(&ids, false).unwrap(), text);
-    let parts = opened.template.split("Be brief.", "Where?").unwrap();
+    let parts = opened.template.split("Be brief.", None, "Where?").unwrap();
     assert!(parts.prefix.starts_with("<|im_start|><|im_start|>system\nBe brief.<|im_end|>\n"), "{parts:?}");
 
     let path = folder.path().join("tokenizer_config.json");
@@ -171,7 +171,7 @@ fn tokenizer_and_template_are_read_and_the_template_may_stand_in_its_own_file() 
     fs::write(&path, bos).unwrap();
     assert!(matches!(refusal(folder.path()), Error::Read { path, .. } if path.ends_with("chat_template.jinja")));
     fs::write(folder.path().join("chat_template.jinja"), TEMPLATE).unwrap();
-    assert_eq!(open(folder.path()).unwrap().template.split("Be brief.", "Where?").unwrap(), parts);
+    assert_eq!(open(folder.path()).unwrap().template.split("Be brief.", None, "Where?").unwrap(), parts);
 }
 
 #[test]

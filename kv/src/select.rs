@@ -6,10 +6,9 @@
 
 use std::ops::Range;
 
-use kvsplice_kv::options::{Budget, Group};
-use kvsplice_kv::{Options, RowRanges};
+use crate::options::{Budget, Group};
+use crate::{Error, Options, RowRanges};
 
-use crate::Error;
 
 /// One chunk of the prompt as selection sees it.
 #[derive(Clone, Copy, Debug)]
