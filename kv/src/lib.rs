@@ -3,6 +3,7 @@
 //! This crate does no I/O and holds no model. Invariant: two values that compare equal here mean the same bytes everywhere.
 #![forbid(unsafe_code)]
 
+pub mod craft;
 pub mod id;
 pub mod layout;
 pub mod object;
@@ -11,6 +12,7 @@ pub mod receipt;
 pub mod record;
 pub mod rows;
 
+pub use craft::Capture;
 pub use id::{ChunkId, ChunkKey, ModelDigest};
 pub use layout::{Encoding, KvLayout, Provenance, Variant};
 pub use options::{Options, Sampling, Strategy};
@@ -47,6 +49,14 @@ pub enum Error {
         expected: &'static str,
         /// The value as given.
         got: String,
+    },
+    /// A capture's record cannot be used.
+    #[error("capture: {field} {detail}")]
+    Capture {
+        /// The field, as it is called in the record.
+        field: String,
+        /// What is wrong with it, and what would be right.
+        detail: String,
     },
     /// A chunk object cannot be read.
     #[error("chunk object: {0}")]
