@@ -10,6 +10,7 @@ mod auxiliary;
 mod clock;
 mod config;
 mod corpus;
+pub mod craft;
 mod cut;
 mod delete;
 mod document;
