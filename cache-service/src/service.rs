@@ -24,7 +24,7 @@ use crate::lookups::Lookups;
 use crate::protect::Protection;
 use crate::put::{self, Uploads};
 use crate::records;
-use crate::store::{Store, chunk_path};
+use crate::store::{Store, chunk_path, object_path};
 use crate::stream::{self as chunks, Wanted};
 use crate::tier::{ObjectKey, Tier};
 
@@ -153,7 +153,15 @@ impl Cache for Service {
         let request = request.into_inner();
         let chunks = chunk_ids("chunks", &request.chunks)?;
         check_count("records", request.records.len())?;
+        check_count("variants", request.variants.len())?;
         let mut paths = Vec::new();
+        let mut single = Vec::with_capacity(request.variants.len());
+        for named in &request.variants {
+            let chunk = convert::chunk_id("variants.chunk", &named.chunk)?;
+            let variant = convert::variant("variants.variant", &named.variant)?;
+            single.push(ObjectKey { chunk, variant });
+        }
+        paths.extend(single.iter().map(object_path));
         for key in &request.records {
             paths.push(records::path("records", key)?);
         }
@@ -170,6 +178,10 @@ impl Cache for Service {
         let removed: Vec<Option<String>> = stream::iter(removals).buffered(PARALLEL).try_collect().await?;
         for chunk in &chunks {
             self.fetcher.tier.remove_chunk(chunk);
+        }
+        for key in &single {
+            // Without its header an object is looked up in the store again; its layers make room for others in time.
+            self.fetcher.tier.forget_header(key);
         }
         Ok(Response::new(DeleteResponse { removed: removed.into_iter().flatten().collect() }))
     }

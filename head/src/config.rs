@@ -28,6 +28,12 @@ pub struct Config {
     pub auxiliary_encoding: Encoding,
     /// Bytes of auxiliary KV held in memory.
     pub auxiliary_kv_bytes: u64,
+    /// `craft`: captured variants kept of one chunk; the least used goes first.
+    pub craft_variants: usize,
+    /// `craft`: chunks that have captured variants; the least used goes first.
+    pub craft_chunks: usize,
+    /// `craft`: a chunk without a captured variant is captured at this many uses; 0 captures only what a request asks for.
+    pub craft_capture_after: u32,
     /// Requests in flight; more are refused with RESOURCE_EXHAUSTED.
     pub max_in_flight: usize,
     /// Deadline of a request that brings none, in seconds.
@@ -52,6 +58,9 @@ impl Default for Config {
             encoding: Encoding::Bf16,
             auxiliary_encoding: Encoding::Bf16,
             auxiliary_kv_bytes: 2 << 30,
+            craft_variants: 4,
+            craft_chunks: 10_000,
+            craft_capture_after: 0,
             max_in_flight: 64,
             deadline_s: 300,
             call_deadline_s: 5,
@@ -80,6 +89,8 @@ impl Config {
             }
         }
         let positive = [
+            ("craft_variants", self.craft_variants as u64),
+            ("craft_chunks", self.craft_chunks as u64),
             ("max_in_flight", self.max_in_flight as u64),
             ("deadline_s", self.deadline_s),
             ("call_deadline_s", self.call_deadline_s),
@@ -104,6 +115,7 @@ mod tests {
         for (config, name) in [
             (Config { owner: "a/b".into(), ..Config::default() }, "owner"),
             (Config { deadline_s: 0, ..Config::default() }, "deadline_s"),
+            (Config { craft_variants: 0, ..Config::default() }, "craft_variants"),
             (Config { system_prompt: " ".into(), ..Config::default() }, "system_prompt"),
         ] {
             assert!(config.validate().unwrap_err().to_string().contains(name));

@@ -8,7 +8,7 @@ use kvsplice_kv::record::Document;
 
 use crate::corpus::ids_of;
 use crate::head::Head;
-use crate::{Error, record};
+use crate::{Error, craft, record};
 
 /// Chunks removed in one call.
 const BATCH: usize = 1024;
@@ -46,6 +46,9 @@ pub(crate) async fn unused_chunks(head: &Head, ids: Vec<ChunkId>) -> Result<Vec<
     let mut removed = Vec::new();
     for batch in unused.chunks(BATCH) {
         removed.extend(head.cache.delete(batch, &[]).await.map_err(Error::cache("remove chunks"))?);
+    }
+    if !unused.is_empty() {
+        removed.extend(craft::forget(&head.cache, &unused).await?);
     }
     Ok(removed)
 }

@@ -116,6 +116,9 @@ pub enum Error {
     /// The auxiliary model's scores cannot be used.
     #[error("auxiliary model: {0}")]
     Select(#[source] kvsplice_kv::Error),
+    /// A capture's record cannot be used.
+    #[error(transparent)]
+    Capture(#[from] kvsplice_kv::Error),
     /// A chunk's auxiliary KV could not be written as an object.
     #[error("write auxiliary KV: {0}")]
     Object(#[from] kvsplice_kv::object::Error),
@@ -162,7 +165,7 @@ impl Error {
                 Code::FailedPrecondition
             }
             Error::Worker { source, .. } | Error::Cache { source, .. } => source.code(),
-            Error::Record { .. } => Code::DataLoss,
+            Error::Record { .. } | Error::Capture(_) => Code::DataLoss,
             Error::Select(_) | Error::Object(_) | Error::Model(_) | Error::Serve(_) | Error::Task { .. } => {
                 Code::Internal
             }

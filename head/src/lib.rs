@@ -11,6 +11,7 @@ mod auxiliary;
 mod clock;
 mod config;
 mod corpus;
+pub mod craft;
 mod cut;
 mod delete;
 mod document;

@@ -1,6 +1,7 @@
 //! The head over its wire, with tiny random models and the smallest peers that the wire allows.
 //! Needs the demo models' files for their tokenizers (`kvsplice models pull all`) and fails without them.
 
+mod captures;
 mod peers;
 
 use kvsplice_kv::{Receipt, Strategy};
@@ -193,9 +194,15 @@ async fn a_replaced_or_deleted_document_takes_its_kv_along_unless_another_uses_i
     world.ingest(start("town"), &[("a", TEXT), ("b", "The mill grinds rye on Mondays.")]).await.unwrap();
     world.ingest(start("other"), &[("twin", "The mill grinds rye on Mondays.")]).await.unwrap();
     let count = || world.cache.chunks.lock().unwrap().len();
-    let before = count();
+    for (id, variant) in world.cache.chunks.lock().unwrap().keys() {
+        let key = format!("craft/{id}/{}", variant.replace("clean", "ctx0123456789abcdef"));
+        world.cache.records.lock().unwrap().insert(key, b"{}".to_vec());
+    }
+    let captures = || world.cache.records.lock().unwrap().keys().filter(|key| key.starts_with("craft/")).count();
+    let before = (count(), captures());
     world.ingest(start("town"), &[("a", "The bakery is closed.")]).await.unwrap();
-    assert!(count() < before);
+    assert!(count() < before.0);
+    assert!(captures() < before.1, "records of captures go with their KV");
 
     let delete = |corpus: &str, document: &str| {
         let (mut head, corpus, documents) = (world.head.clone(), corpus.to_owned(), vec![document.to_owned()]);

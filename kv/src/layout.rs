@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use crate::Error;
+use crate::{ChunkId, Error};
 
 /// Raised by hand when stored bytes change meaning (K before RoPE and after bias, V as projected: 1).
 pub const KV_SEMANTICS: u32 = 1;
@@ -59,17 +59,38 @@ impl FromStr for Encoding {
     }
 }
 
-/// In which context a chunk's KV was computed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+/// In which context a chunk's KV was computed. Its text is `clean` or `ctx` with 16 hexadecimal digits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Provenance {
     /// From prefix and chunk alone, whatever traffic came before.
     Clean,
+    /// Behind other chunks of one prompt (Cache-Craft, arXiv 2502.15734): the first 8 bytes, big-endian, of BLAKE3 over
+    /// the ids of the chunks before it, in order.
+    Context(u64),
+}
+
+impl Provenance {
+    /// The context of a chunk that stands behind the prompt's prefix and the chunks `before`; behind none it is clean.
+    pub fn context(before: &[ChunkId]) -> Self {
+        if before.is_empty() {
+            return Provenance::Clean;
+        }
+        let mut hasher = blake3::Hasher::new();
+        for id in before {
+            hasher.update(id.as_bytes());
+        }
+        let mut digest = [0; 8];
+        hasher.finalize_xof().fill(&mut digest);
+        Provenance::Context(u64::from_be_bytes(digest))
+    }
 }
 
 impl fmt::Display for Provenance {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("clean")
+        match self {
+            Provenance::Clean => f.write_str("clean"),
+            Provenance::Context(digest) => write!(f, "ctx{digest:016x}"),
+        }
     }
 }
 
@@ -77,14 +98,27 @@ impl FromStr for Provenance {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Self, Error> {
-        match name {
-            "clean" => Ok(Provenance::Clean),
-            _ => Err(Error::UnknownName { what: "provenance", got: name.to_owned(), known: "clean" }),
+        if name == "clean" {
+            return Ok(Provenance::Clean);
+        }
+        // One text for each value: a variant is a path.
+        let canonical = |digits: &&str| {
+            digits.len() == 16 && digits.bytes().all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f'))
+        };
+        let digits = name.strip_prefix("ctx").filter(canonical);
+        match digits.map(|digits| u64::from_str_radix(digits, 16)) {
+            Some(Ok(digest)) => Ok(Provenance::Context(digest)),
+            _ => Err(Error::UnknownName {
+                what: "provenance",
+                got: name.to_owned(),
+                known: "clean, ctx with 16 hexadecimal digits",
+            }),
         }
     }
 }
 
-/// One stored form of a chunk's KV. Its text, `bf16-clean-1`, is the last part of the object's path.
+/// One stored form of a chunk's KV. Its text, `bf16-clean-1` or `bf16-ctx0123456789abcdef-1`, is the last part of the
+/// object's path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Variant {
     /// How numbers are stored.
@@ -100,6 +134,11 @@ impl Variant {
     pub const fn clean(encoding: Encoding) -> Self {
         Self { encoding, provenance: Provenance::Clean, kv_semantics: KV_SEMANTICS }
     }
+
+    /// The variant, in today's semantics, that was computed behind the chunks `before`; behind none it is the clean one.
+    pub fn context(encoding: Encoding, before: &[ChunkId]) -> Self {
+        Self { encoding, provenance: Provenance::context(before), kv_semantics: KV_SEMANTICS }
+    }
 }
 
 impl fmt::Display for Variant {
@@ -112,7 +151,11 @@ impl FromStr for Variant {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self, Error> {
-        let unknown = || Error::UnknownName { what: "variant", got: text.to_owned(), known: "like bf16-clean-1" };
+        let unknown = || Error::UnknownName {
+            what: "variant",
+            got: text.to_owned(),
+            known: "like bf16-clean-1 or bf16-ctx0123456789abcdef-1",
+        };
         let mut parts = text.splitn(3, '-');
         let (Some(encoding), Some(provenance), Some(semantics)) = (parts.next(), parts.next(), parts.next()) else {
             return Err(unknown());
@@ -188,5 +231,59 @@ impl KvLayout {
 impl fmt::Display for KvLayout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} layers × {} KV heads × {} {}", self.layers, self.kv_heads, self.head_dim, self.encoding)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn a_variant_survives_its_text(digest in any::<u64>(), wide in any::<bool>(), kv_semantics in any::<u32>()) {
+            let encoding = if wide { Encoding::F32 } else { Encoding::Bf16 };
+            for provenance in [Provenance::Clean, Provenance::Context(digest)] {
+                let variant = Variant { encoding, provenance, kv_semantics };
+                prop_assert_eq!(variant.to_string().parse(), Ok(variant));
+                let json = serde_json::to_string(&variant).unwrap();
+                prop_assert_eq!(serde_json::from_str::<Variant>(&json).unwrap(), variant);
+            }
+        }
+    }
+
+    #[test]
+    fn a_context_depends_on_each_chunk_and_on_their_order() {
+        let id = |byte| ChunkId::from_bytes([byte; 32]);
+        let context =
+            |before: &[u8]| Variant::context(Encoding::Bf16, &before.iter().copied().map(id).collect::<Vec<_>>());
+        assert_eq!(context(&[]), Variant::clean(Encoding::Bf16));
+        let all = [context(&[]), context(&[1]), context(&[1, 2]), context(&[2, 1]), context(&[1, 1, 2])];
+        for (index, one) in all.iter().enumerate() {
+            assert!(!all[..index].contains(one), "{one}");
+        }
+        let hash = blake3::hash(&[[1; 32], [2; 32]].concat()).to_hex();
+        assert_eq!(context(&[1, 2]).to_string(), format!("bf16-ctx{}-1", &hash[..16]));
+    }
+
+    #[test]
+    fn a_text_that_is_not_canonical_is_no_variant() {
+        let bad = [
+            "bf16",
+            "bf16-clean",
+            "bf16-ctx-1",
+            "bf16-ctx0123456789abcde-1",
+            "bf16-ctx0123456789abcdef0-1",
+            "bf16-ctx0123456789ABCDEF-1",
+            "bf16-ctx+123456789abcdef-1",
+            "bf16-ctx0123456789abcdef",
+            "bf16-context-1",
+            "bf16-ctx\u{e9}\u{e9}\u{e9}\u{e9}\u{e9}\u{e9}\u{e9}\u{e9}-1",
+        ];
+        for text in bad {
+            assert!(text.parse::<Variant>().is_err(), "{text}");
+        }
+        assert!("bf16-ctx0123456789abcdef-1".parse::<Variant>().is_ok());
     }
 }

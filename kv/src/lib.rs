@@ -3,6 +3,7 @@
 //! This crate does no I/O and holds no model. Invariant: two values that compare equal here mean the same bytes everywhere.
 #![forbid(unsafe_code)]
 
+pub mod craft;
 pub mod id;
 pub mod layout;
 pub mod object;
@@ -12,6 +13,7 @@ pub mod record;
 pub mod rows;
 pub mod select;
 
+pub use craft::Capture;
 pub use id::{ChunkId, ChunkKey, ModelDigest};
 pub use layout::{Encoding, KvLayout, Provenance, Variant};
 pub use options::{Options, Sampling, Strategy};
@@ -71,6 +73,14 @@ pub enum Error {
         /// Place of the chunk in the prompt.
         chunk: usize,
         /// What is wrong.
+        detail: String,
+    },
+    /// A capture's record cannot be used.
+    #[error("capture: {field} {detail}")]
+    Capture {
+        /// The field, as it is called in the record.
+        field: String,
+        /// What is wrong with it, and what would be right.
         detail: String,
     },
     /// A chunk object cannot be read.

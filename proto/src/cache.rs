@@ -129,8 +129,25 @@ impl CacheClient {
 
     /// Removes chunks (every variant) and records; returns the paths of what was removed.
     pub async fn delete(&self, chunks: &[ChunkId], records: &[String]) -> Result<Vec<String>, Status> {
-        let message =
-            v1::DeleteRequest { chunks: chunks.iter().map(ChunkId::to_string).collect(), records: records.to_vec() };
+        let chunks = chunks.iter().map(ChunkId::to_string).collect();
+        self.remove(v1::DeleteRequest { chunks, records: records.to_vec(), variants: Vec::new() }).await
+    }
+
+    /// Removes single variants of chunks and records; returns the paths of what was removed.
+    pub async fn delete_variants(
+        &self,
+        variants: &[(ChunkId, Variant)],
+        records: &[String],
+    ) -> Result<Vec<String>, Status> {
+        let named = |(chunk, variant): &(ChunkId, Variant)| v1::ChunkVariant {
+            chunk: chunk.to_string(),
+            variant: variant.to_string(),
+        };
+        let variants = variants.iter().map(named).collect();
+        self.remove(v1::DeleteRequest { chunks: Vec::new(), records: records.to_vec(), variants }).await
+    }
+
+    async fn remove(&self, message: v1::DeleteRequest) -> Result<Vec<String>, Status> {
         Ok(self.inner.clone().delete(request(message, self.deadline)).await?.into_inner().removed)
     }
 

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use kvsplice_kv::object::{self, Header};
 use kvsplice_kv::{ChunkId, Encoding, Variant};
 use kvsplice_proto::v1;
 use object_store::ObjectStore;
@@ -41,6 +42,7 @@ async fn conforms(store: Arc<dyn ObjectStore>) {
     leases_and_pins_are_counted(&server).await;
     records_are_replaced_listed_and_removed(&server).await;
     a_deleted_chunk_is_gone(&server).await;
+    variants_of_a_chunk_are_apart(&server).await;
     bad_requests_are_refused(&server).await;
     server.stop().await;
     what_is_put_survives_a_restart(store).await;
@@ -193,6 +195,32 @@ async fn a_deleted_chunk_is_gone(server: &Server) {
     assert!(got[&0].error.as_ref().unwrap().starts_with("missing: "));
     got[&1].assert_is(&kept);
     assert!(put(&server.client, &gone).await.unwrap(), "it can be put again");
+}
+
+async fn variants_of_a_chunk_are_apart(server: &Server) {
+    let client = &server.client;
+    let clean = chunk(13, 2, 3);
+    let header = Header::parse(&clean.object).unwrap();
+    let captured = Variant::context(Encoding::Bf16, &[chunk(14, 2, 3).id]);
+    let others: Vec<Vec<u8>> = clean.layers.iter().map(|layer| layer.iter().map(|byte| byte ^ 1).collect()).collect();
+    let object = object::write(&header.key, &header.layout, captured, 3, "f32", &others).unwrap();
+    let status = client.put_chunk(clean.id, VARIANT, object.clone().into()).await.unwrap_err();
+    assert_eq!(status.code(), Code::InvalidArgument, "an object of another variant");
+    assert!(put(client, &clean).await.unwrap());
+    assert!(client.put_chunk(clean.id, captured, object.into()).await.unwrap());
+
+    let want_captured = || v1::Want { variant: captured.to_string(), ..want(&[clean.id]) };
+    get(client, want(&[clean.id])).await.unwrap()[&0].assert_is(&clean);
+    assert!(get(client, want_captured()).await.unwrap()[&0].layers[&1].concat() == others[1]);
+
+    let other = Variant::context(Encoding::Bf16, &[clean.id]);
+    let removed = client.delete_variants(&[(clean.id, captured), (clean.id, other)], &[]).await.unwrap();
+    assert_eq!(removed, [format!("kv/{}/{captured}", clean.id)]);
+    let found = |variant| client.contains(std::slice::from_ref(&clean.id), variant, Duration::ZERO);
+    assert_eq!(found(captured).await.unwrap().found, [false]);
+    assert_eq!(found(VARIANT).await.unwrap().found, [true]);
+    assert!(get(client, want_captured()).await.unwrap()[&0].error.as_ref().unwrap().starts_with("missing: "));
+    get(client, want(&[clean.id])).await.unwrap()[&0].assert_is(&clean);
 }
 
 async fn bad_requests_are_refused(server: &Server) {

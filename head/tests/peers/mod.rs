@@ -118,7 +118,8 @@ impl v1::cache_server::Cache for Cache {
         let request = request.into_inner();
         let mut removed = Vec::new();
         self.chunks.lock().unwrap().retain(|(id, variant), _| {
-            let keep = !request.chunks.contains(id);
+            let single = request.variants.iter().any(|named| named.chunk == *id && named.variant == *variant);
+            let keep = !request.chunks.contains(id) && !single;
             if !keep {
                 removed.push(format!("kv/{id}/{variant}"));
             }
@@ -270,7 +271,7 @@ fn tiny(model: &str) -> Spec {
     Spec { model: model.to_owned(), shape: Some("tiny".to_owned()), random_weights: true, seed: 7, ..Spec::default() }
 }
 
-async fn listener() -> (TcpListener, String) {
+pub(crate) async fn listener() -> (TcpListener, String) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap().to_string();
     (listener, address)
