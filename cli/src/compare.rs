@@ -8,9 +8,9 @@ use kvsplice_proto::v1::generate_event::Event;
 use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
 
+use crate::failure::usage;
 use crate::flags::{ConfigFlags, ServerFlags};
 use crate::generate::{Answer, generate};
-use crate::failure::usage;
 use crate::prompt::{OptionFlags, PromptFlags, SamplingFlags};
 use crate::receipt::{self, Stages};
 use crate::roles::Role;

@@ -57,7 +57,7 @@ fn wrong_usage_is_code_64_and_names_the_value() {
         (&["ask", "--corpus", "c", "q", "--ratio", "1.5"], "ratio must be in 0..=1"),
         (&["ask", "--corpus", "c", "q", "--ratio", "NaN"], "ratio must be in 0..=1"),
         (&["ask", "--corpus", "c", "q", "--group", "2,9"], "group"),
-        (&["ask", "--corpus", "c", "q", "--renumber", "false"], "--strategy direct"),
+        (&["ask", "--corpus", "c", "q", "--renumber", "false"], "goes with direct"),
         (&["ask", "--corpus", "c", "q", "--temperature", "NaN"], "temperature"),
         (&["ask", "q"], "--corpus, --documents or --raw"),
         (&["ingest", "x.txt"], "--corpus"),

@@ -4,14 +4,14 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvsplice_kv::receipt::Source;
 use kvsplice_kv::options::Strategy;
+use kvsplice_kv::receipt::Source;
 use kvsplice_kv::{ChunkId, RowRanges, Variant};
 use kvsplice_model::cache::StoredLayer;
 use kvsplice_model::encode::ChunkKv;
 use kvsplice_proto::v1;
 use tokio::sync::mpsc;
-use tokio::task::AbortHandle;
+use tokio::task::{AbortHandle, JoinHandle};
 use tonic::Status;
 
 use crate::beginning::Beginning;
@@ -80,6 +80,8 @@ pub(crate) struct Active {
     /// The time that computing its rows took.
     pub(crate) compute: Duration,
     pub(crate) computed: Computed,
+    /// Stores captured chunks; gives their number.
+    pub(crate) keeping: Option<JoinHandle<u32>>,
     pub(crate) beginning: Arc<Beginning>,
     parts: Vec<PartKv>,
     /// By place in the load: the parts that use the chunk.
@@ -131,6 +133,7 @@ impl Active {
             output: 0,
             compute: Duration::ZERO,
             computed: Computed::default(),
+            keeping: None,
             beginning: Arc::new(beginning),
             repair: None,
             users: Vec::new(),
@@ -350,11 +353,11 @@ impl Active {
     }
 
     /// The last event.
-    pub(crate) fn done(&self, finish: &str) -> Event {
+    pub(crate) fn done(&self, finish: &str) -> v1::PrefillDone {
         let outcomes: Vec<PartOutcome> = self.parts.iter().map(|part| part.outcome.clone()).collect();
         let beginning = self.beginning.tokens();
         let (request, timeline) = (&self.request, &self.timeline);
-        Event::Done(receipt::done(request, &outcomes, &self.computed, beginning, timeline, finish, self.output))
+        receipt::done(request, &outcomes, &self.computed, beginning, timeline, finish, self.output)
     }
 
     /// How long ago the request came in.

@@ -6,9 +6,9 @@
 
 use kvsplice_kv::options::{BlendMode, Budget};
 use kvsplice_kv::{Options, RowRanges};
+use kvsplice_model::Error;
 use kvsplice_model::cache::KvCache;
 use kvsplice_model::decoder::Projected;
-use kvsplice_model::Error;
 use tch::{Kind, Tensor};
 
 use crate::prefill::numbers;

@@ -4,8 +4,8 @@
 //! Every row of the prompt is computed when this is asked for, so what is kept is exactly what full attention computes.
 
 use kvsplice_kv::Encoding;
-use kvsplice_model::encode::{ChunkKv, pack};
 use kvsplice_model::decoder::Projected;
+use kvsplice_model::encode::{ChunkKv, pack};
 use kvsplice_model::{Config, Error};
 use tch::Tensor;
 

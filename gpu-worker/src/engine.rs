@@ -21,14 +21,15 @@ use crate::active::{Active, Event, Events, Stage, chunks};
 use crate::beginning::Beginnings;
 use crate::decode::step;
 use crate::encode::{Call, store};
+use crate::keep::keep;
 use crate::load::{Loaded, Wanted, load};
 use crate::pass::{Encoded, Prefixes};
 use crate::placing::Placing;
 use crate::prefill::{Prefill, Step};
-use crate::through::{Through, finish};
 use crate::request::Request;
 use crate::schedule::{Schedule, State, Unit};
 use crate::text::Text;
+use crate::through::{Through, finish};
 use crate::{Config, Error};
 
 /// Rows of a prefill slice while other requests generate: their tokens wait for one slice at most.
@@ -268,9 +269,17 @@ impl Engine {
     }
 
     fn finish(&mut self, index: usize, finish: &str) {
-        let request = self.active.remove(index);
+        let mut request = self.active.remove(index);
         info!(request = request.id, finish, output = request.output, elapsed = ?request.age(), "request done");
-        request.tell(Ok(request.done(finish)));
+        let mut done = request.done(finish);
+        let Some(keeping) = request.keeping.take() else { return request.tell(Ok(Event::Done(done))) };
+        // The last event says what was kept, so it waits for that.
+        let events = request.events.clone();
+        tokio::spawn(async move {
+            done.captured = keeping.await.unwrap_or(0);
+            // A caller that has left needs no answer.
+            drop(events.send(Ok(Event::Done(done))).await);
+        });
     }
 
     async fn prefill(&mut self, index: usize) {
@@ -280,7 +289,8 @@ impl Engine {
         let begin = matches!(active.stage, Stage::Waiting).then(|| active.begin());
         let wants = match &active.stage {
             Stage::Prefill(prefill) => prefill.wants(),
-            _ => Some(0),
+            // A prefill is set up first; then it says what it wants.
+            _ => None,
         };
         let stored = wants.map_or_else(Vec::new, |layer| active.take_layer(layer));
         let stage = std::mem::replace(&mut active.stage, Stage::Busy);
@@ -291,15 +301,14 @@ impl Engine {
         let outcome = self.compute.run(move || {
             let started = Instant::now();
             let computed = model.with_decoder(|decoder| -> Result<Computed, kvsplice_model::Error> {
-                let mut prefill = match (stage, begin) {
-                    (Stage::Prefill(prefill), _) => prefill,
-                    (_, Some((prompt, rows, placed))) => {
-                        let mut cache = decoder.cache(request.slots_needed())?;
-                        beginning.copy_to(&mut cache)?;
-                        let placing = Placing::new(decoder, &prompt, &placed, beginning.tokens())?;
-                        Box::new(Prefill::new(decoder, prompt, rows, cache, placing)?)
-                    }
-                    _ => return Err(kvsplice_model::Error::Argument("a prefill without a beginning".to_owned())),
+                if let Some((prompt, rows, placed)) = begin {
+                    let mut cache = decoder.cache(request.slots_needed())?;
+                    beginning.copy_to(&mut cache)?;
+                    let placing = Placing::new(decoder, &prompt, &placed, beginning.tokens())?;
+                    return Ok(Computed::More(Box::new(Prefill::new(decoder, prompt, rows, cache, placing)?)));
+                }
+                let Stage::Prefill(mut prefill) = stage else {
+                    return Err(kvsplice_model::Error::Argument("a prefill without a beginning".to_owned()));
                 };
                 match prefill.advance(decoder, &stored, rows)? {
                     Step::More => Ok(Computed::More(prefill)),
@@ -327,7 +336,12 @@ impl Engine {
         let Through { computed, scores, logits, sequence, captured } = result;
         let active = &mut self.active[index];
         active.computed(computed);
-        let _ = captured;
+        if !captured.is_empty() {
+            let request = Arc::clone(&active.request);
+            let storing = keep(self.cache.clone(), &self.model, request, self.dtype(), captured);
+            let active = &mut self.active[index];
+            active.keeping = Some(tokio::spawn(storing));
+        }
         let active = &mut self.active[index];
         if let Some(scores) = scores {
             active.tell(Ok(Event::Scores(scores)));

@@ -17,6 +17,7 @@ mod engine;
 mod error;
 mod focus;
 mod guide;
+mod keep;
 mod load;
 mod pass;
 mod placing;

@@ -106,7 +106,8 @@ impl Prefill {
             at: At::Project(0, Vec::new()),
             guide,
             blend: blended.then(|| Blend::new(&prompt, decoder.config().layers)),
-            focus: stops.then(|| Focus::new(options.early_stop, decoder.config().layers, prompt.chunk_starts.len() - 1)),
+            focus: stops
+                .then(|| Focus::new(options.early_stop, decoder.config().layers, prompt.chunk_starts.len() - 1)),
             capture: prompt.capture.then(|| Capture::new(&prompt)),
             prompt,
             cache,
@@ -285,7 +286,8 @@ impl Prefill {
         let Some(focused) = self.focus.as_mut().and_then(|focus| focus.decide(self.layer)) else { return Ok(()) };
         self.focus = None;
         let prompt = &self.prompt;
-        let unfocused = |slot: u32| prompt.selectable(slot) && prompt.chunk_of(slot).is_some_and(|chunk| !focused[chunk]);
+        let unfocused =
+            |slot: u32| prompt.selectable(slot) && prompt.chunk_of(slot).is_some_and(|chunk| !focused[chunk]);
         let slots = &self.rows.slots;
         let kept: Vec<usize> = (0..slots.len()).filter(|&row| !unfocused(slots[row])).collect();
         self.rows.keep(decoder, &self.prompt, &kept)

@@ -87,6 +87,7 @@ pub(crate) fn done(
         charged_rows: computed.charged_rows,
         selectable: computed.selectable as u32,
         scores: if request.want_scores { computed.scores.clone() } else { Vec::new() },
+        captured: 0,
     }
 }
 

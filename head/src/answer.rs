@@ -9,7 +9,7 @@ use kvsplice_proto::{convert, v1};
 use crate::Error;
 use crate::clock::Clock;
 use crate::corpus::blocking;
-use crate::generate::plan;
+use crate::generate::{account, plan};
 use crate::head::Head;
 use crate::pick::pick;
 use crate::prepare::prepare;
@@ -32,7 +32,8 @@ pub(crate) async fn score_answer(
         return Err(Error::invalid("answer", "must have at least one token"));
     }
     if request.distributions && token_ids.len() > MAX_DISTRIBUTIONS {
-        let detail = format!("must have at most {MAX_DISTRIBUTIONS} tokens with distributions, got {}", token_ids.len());
+        let detail =
+            format!("must have at most {MAX_DISTRIBUTIONS} tokens with distributions, got {}", token_ids.len());
         return Err(Error::invalid("answer", detail));
     }
     let output = u32::try_from(token_ids.len()).unwrap_or(u32::MAX);
@@ -52,6 +53,7 @@ pub(crate) async fn score_answer(
     }
     let done = convert::required("done", answer.done)?;
     let receipt = receipt(&head, &prepared, &picked, &clock, done)?;
+    account(&head, &prepared);
     Ok(v1::ScoreAnswerResponse {
         token_ids,
         logprobs: answer.logprobs,

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use futures::{StreamExt, TryStreamExt, stream};
+use futures::{FutureExt, StreamExt, TryStreamExt, stream};
 use kvsplice_kv::craft::choose;
 use kvsplice_kv::layout::KV_SEMANTICS;
 use kvsplice_kv::{Capture, ChunkId, Encoding, Variant};
@@ -143,15 +143,10 @@ impl Captures {
         let deadline = Instant::now() + deadline;
         let mut seen = HashSet::new();
         let distinct: Vec<Chunk> = chunks.iter().filter(|chunk| seen.insert(chunk.id)).copied().collect();
-        let reads = distinct.iter().map(|&chunk| async move {
-            let read = tokio::time::timeout_at(deadline, self.get(chunk, encoding)).await;
-            let failed = |detail: String| (chunk.id, Err(detail));
-            match read {
-                Ok(Ok(variants)) => (chunk.id, Ok(variants)),
-                Ok(Err(error)) => failed(error.to_string()),
-                Err(_elapsed) => failed("the deadline passed".to_owned()),
-            }
-        });
+        let mut reads = Vec::with_capacity(distinct.len());
+        for chunk in distinct {
+            reads.push(self.get_until(chunk, encoding, deadline).boxed());
+        }
         let read: Vec<_> = stream::iter(reads).buffer_unordered(CHUNKS).collect().await;
         let mut stored: HashMap<ChunkId, Arc<Vec<Capture>>> = HashMap::with_capacity(read.len());
         let mut failed: Option<(usize, String)> = None;
@@ -173,6 +168,19 @@ impl Captures {
             decision.capture = counts && decision.capture && self.count(chunk.id);
         }
         Ok(decisions)
+    }
+
+    async fn get_until(
+        &self,
+        chunk: Chunk,
+        encoding: Encoding,
+        deadline: Instant,
+    ) -> (ChunkId, Result<Arc<Vec<Capture>>, String>) {
+        let read = match tokio::time::timeout_at(deadline, self.get(chunk, encoding)).await {
+            Ok(read) => read.map_err(|error| error.to_string()),
+            Err(_elapsed) => Err("the deadline passed".to_owned()),
+        };
+        (chunk.id, read)
     }
 
     /// Counts a use of a chunk without captures. Returns whether it is to be captured.
@@ -204,8 +212,11 @@ impl Captures {
         };
         let wanted: Vec<Variant> =
             keys.iter().filter_map(|key| keep::parse(key)).map(|(_, variant)| variant).filter(usable).collect();
-        let reads = stream::iter(wanted).map(|variant| self.read_capture(chunk, variant)).buffered(VARIANTS);
-        let captures: Vec<Option<Capture>> = reads.try_collect().await?;
+        let mut reads = Vec::with_capacity(wanted.len());
+        for variant in wanted {
+            reads.push(self.read_capture(chunk, variant).boxed());
+        }
+        let captures: Vec<Option<Capture>> = stream::iter(reads).buffered(VARIANTS).try_collect().await?;
         let clean = clean_there.then(|| Capture::clean(chunk.id, clean, chunk.tokens));
         Ok(Held { read, variants: Arc::new(clean.into_iter().chain(captures.into_iter().flatten()).collect()) })
     }

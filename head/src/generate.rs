@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::Stream;
-use kvsplice_kv::{Options, Sampling};
+use kvsplice_kv::{ChunkId, Options, Sampling, Variant};
 use kvsplice_proto::v1::generate_event::Event;
 use kvsplice_proto::v1::prefill_event::Event as WorkerEvent;
 use kvsplice_proto::v1::prefill_request::Message;
@@ -114,6 +114,7 @@ impl Running {
                             yield event(Event::Dump(self.dumped(&done, std::mem::take(&mut logits))?));
                         }
                         let receipt = receipt(&self.head, &self.prepared, &self.picked, &self.clock, done)?;
+                        account(&self.head, &self.prepared);
                         tracing::debug!(
                             effective = %receipt.effective,
                             ratio_charged = receipt.ratio_charged,
@@ -150,6 +151,25 @@ impl Running {
             aux_scores: self.picked.aux_scores.clone(),
             logits,
         })
+    }
+}
+
+/// Cache-Craft's bookkeeping, behind the answer: uses of captures, and room for new ones.
+pub(crate) fn account(head: &Head, prepared: &Prepared) {
+    let captures = Arc::clone(&head.captures);
+    if prepared.capture {
+        let ids: Vec<ChunkId> = prepared.plan.chunks.iter().map(|chunk| chunk.id).collect();
+        let encoding = prepared.plan.encoding;
+        let new: Vec<(ChunkId, Variant)> =
+            (1..ids.len()).map(|index| (ids[index], Variant::context(encoding, &ids[..index]))).collect();
+        kvsplice_proto::context::spawn(async move {
+            if let Err(error) = captures.admit(&new).await {
+                tracing::warn!(%error, "captures over the limit are not removed");
+            }
+        });
+    } else if !prepared.decisions.is_empty() {
+        let decisions = prepared.decisions.clone();
+        kvsplice_proto::context::spawn(async move { captures.used(&decisions).await });
     }
 }
 

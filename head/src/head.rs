@@ -11,6 +11,7 @@ use tracing::{info, warn};
 
 use crate::auxiliary::Auxiliary;
 use crate::corpus::{Corpora, blocking};
+use crate::craft::Captures;
 use crate::plan::Planner;
 use crate::text::TextModel;
 use crate::worker::Worker;
@@ -25,6 +26,7 @@ pub(crate) struct Head {
     pub(crate) cache: CacheClient,
     pub(crate) worker: Worker,
     pub(crate) corpora: Corpora,
+    pub(crate) captures: Arc<Captures>,
 }
 
 impl Head {
@@ -54,7 +56,8 @@ impl Head {
             warn!(%error, "the worker is not usable yet");
         }
         let auxiliary = Arc::new(Auxiliary::new(model, compute, transfers, &config)?);
-        Ok(Self { primary, auxiliary_text, auxiliary, cache, worker, corpora, config })
+        let captures = Arc::new(Captures::new(cache.clone(), &config));
+        Ok(Self { primary, auxiliary_text, auxiliary, cache, worker, corpora, captures, config })
     }
 
     /// What plans prompts.

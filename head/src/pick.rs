@@ -37,6 +37,7 @@ impl Picked {
 pub(crate) async fn pick(head: &Head, prepared: &Prepared, dump: bool, clock: &mut Clock) -> Result<Picked, Error> {
     match prepared.effective {
         Strategy::Clip => by_auxiliary(head, prepared, dump, clock).await,
+        Strategy::Craft => Ok(Picked { selection: by_capture(prepared), ..Picked::default() }),
         Strategy::Lego => Ok(Picked { selection: first_tokens(prepared), ..Picked::default() }),
         _ => Ok(Picked::default()),
     }
@@ -48,10 +49,23 @@ fn first_tokens(prepared: &Prepared) -> Selection {
     let loaded = (1..plan.chunks.len()).filter(|&index| prepared.fresh[index].is_none());
     let slots = loaded.map(|index| plan.first_slot(index)..plan.first_slot(index + 1));
     let first = slots.clone().map(|slots| slots.start..slots.end.min(slots.start + plan.options.first_tokens));
+    Selection { rows: RowRanges::from_ranges(first), candidates: 0, selectable: slots.map(|slots| slots.len()).sum() }
+}
+
+/// Cache-Craft (arXiv 2502.15734, Eq. 12 and 14): the tokens that its decisions name.
+fn by_capture(prepared: &Prepared) -> Selection {
+    let plan = &prepared.plan;
+    let loaded = |index: &usize| prepared.fresh[*index].is_none();
+    let mut rows = Vec::new();
+    for index in (0..plan.chunks.len()).filter(loaded) {
+        let Some(decision) = prepared.decisions.get(index) else { continue };
+        rows.extend(decision.rows.iter().map(|row| plan.first_slot(index) + row));
+    }
+    let selectable = (0..plan.chunks.len()).filter(loaded).filter(|&index| !prepared.exact(index));
     Selection {
-        rows: RowRanges::from_ranges(first),
+        rows: RowRanges::from_slots(rows),
         candidates: 0,
-        selectable: slots.map(|slots| slots.len()).sum(),
+        selectable: selectable.map(|index| plan.chunks[index].primary.ids.len()).sum(),
     }
 }
 
@@ -64,7 +78,8 @@ async fn by_auxiliary(head: &Head, prepared: &Prepared, dump: bool, clock: &mut 
     if !selectable.contains(&true) || !(open || dump) {
         let start = clock.ms();
         let chunks = scored_chunks(prepared, &selectable, &[]);
-        let selection = if options.ratio > 0.0 { select(options, &chunks).map_err(Error::Select)? } else { nothing(&chunks) };
+        let selection =
+            if options.ratio > 0.0 { select(options, &chunks).map_err(Error::Select)? } else { nothing(&chunks) };
         clock.record("select", start);
         return Ok(Picked { selection, origin: None, scores: primary_scores(&chunks), aux_scores: Vec::new() });
     }

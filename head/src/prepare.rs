@@ -12,6 +12,7 @@ use kvsplice_proto::v1::part::Kind;
 use crate::Error;
 use crate::auxiliary::Wanted;
 use crate::clock::Clock;
+use crate::craft::{Chunk, Decision};
 use crate::encode::{self, Batch};
 use crate::head::Head;
 use crate::plan::{OnMiss, PromptPlan};
@@ -31,6 +32,10 @@ pub(crate) struct Prepared {
     /// The prefix is computed, not loaded.
     pub(crate) prefix_fresh: bool,
     pub(crate) lease: String,
+    /// One a chunk under `craft`, empty else.
+    pub(crate) decisions: Vec<Decision>,
+    /// The chunks are kept as variants of this context.
+    pub(crate) capture: bool,
     /// Whether the cache service answered.
     pub(crate) cache_up: bool,
 }
@@ -87,6 +92,23 @@ pub(crate) async fn prepare(
         let reason = format!("ape needs every chunk cached, and {missing} of {chunks} are not; --store keeps them");
         return Ok(all_fresh(plan, &reason, true));
     }
+    let mut decisions = Vec::new();
+    if plan.options.strategy == Strategy::Craft {
+        let start = clock.ms();
+        if !plan.options.capture {
+            decisions = decide(head, &plan, deadline).await?;
+        }
+        clock.record("select", start);
+        if plan.options.capture || decisions.iter().any(|decision| decision.capture) {
+            return Ok(Prepared { capture: true, ..all_fresh(plan, "captured in this context", true) });
+        }
+        for (reason, decision) in fresh.iter_mut().zip(&decisions).filter(|(_, decision)| decision.fresh) {
+            reason.get_or_insert_with(|| format!("no stored variant is cheaper (CFO {:.2})", decision.cfo));
+        }
+        if fresh.iter().all(Option::is_some) {
+            return Ok(all_fresh(plan, "no stored variant of any chunk is cheaper", true));
+        }
+    }
     let prefix_fresh = plan.primary.prefix.is_empty() || (plan.on_miss == OnMiss::Fresh && !residency.prefix);
     let effective = plan.options.strategy;
     Ok(Prepared {
@@ -96,6 +118,8 @@ pub(crate) async fn prepare(
         effective_reason: String::new(),
         prefix_fresh,
         lease: residency.lease,
+        decisions,
+        capture: false,
         cache_up: true,
     })
 }
@@ -108,9 +132,18 @@ fn all_fresh(plan: PromptPlan, reason: &str, cache_up: bool) -> Prepared {
         effective_reason: if exact { String::new() } else { format!("every chunk is fresh: {reason}") },
         prefix_fresh: true,
         lease: String::new(),
+        decisions: Vec::new(),
+        capture: false,
         cache_up,
         plan,
     }
+}
+
+/// What Cache-Craft loads and recomputes of each chunk.
+async fn decide(head: &Head, plan: &PromptPlan, deadline: Duration) -> Result<Vec<Decision>, Error> {
+    let chunks: Vec<Chunk> =
+        plan.chunks.iter().map(|chunk| Chunk { id: chunk.id, tokens: chunk.primary.ids.len() as u32 }).collect();
+    head.captures.decide(&chunks, plan.encoding, f64::from(plan.options.alpha), deadline).await
 }
 
 async fn look_up(head: &Head, plan: &PromptPlan, deadline: Duration) -> Result<Residency, Error> {
@@ -177,8 +210,24 @@ impl Prepared {
             want_logits,
             options: Some(self.options().into()),
             want_scores: want_logits,
-            capture: false,
+            capture: self.capture,
         }
+    }
+
+    /// Whether the KV of chunk `index` equals what full attention computes at its place. A captured chunk does behind the
+    /// same chunks in the same order, if these are exact too.
+    pub(crate) fn exact(&self, index: usize) -> bool {
+        if self.fresh[index].is_some() {
+            return false;
+        }
+        if self.decisions.is_empty() {
+            return self.plan.exact(index);
+        }
+        let unchanged = |place: usize, decision: &Decision| {
+            let before = self.plan.chunks[..place].iter().map(|chunk| chunk.id);
+            !decision.fresh && decision.cfo == 0.0 && before.eq(decision.stale.prefix.iter().copied())
+        };
+        self.decisions.iter().take(index + 1).enumerate().all(|(place, decision)| unchanged(place, decision))
     }
 
     /// The options that are carried out.
@@ -213,8 +262,8 @@ impl Prepared {
                 behind_prefix: plan.behind_prefix(index),
                 first_position: if stays { as_encoded } else { first_slot },
                 fresh_reason: fresh.clone().unwrap_or_default(),
-                exact: fresh.is_none() && plan.exact(index),
-                variant: String::new(),
+                exact: self.exact(index),
+                variant: self.decisions.get(index).map(|decision| decision.variant().to_string()).unwrap_or_default(),
             });
         }
         let question_slot = plan.first_slot(plan.chunks.len());

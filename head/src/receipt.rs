@@ -44,10 +44,16 @@ pub(crate) fn receipt(
     };
     let (mut effective, mut effective_reason) = (prepared.effective, prepared.effective_reason.clone());
     // The cache service may have died after the plan was made; then the worker computes what did not come in context.
-    if !matches!(effective, Strategy::Full | Strategy::Prefix) && chunks.iter().all(|chunk| chunk.source == Source::Fresh) {
+    if !matches!(effective, Strategy::Full | Strategy::Prefix)
+        && chunks.iter().all(|chunk| chunk.source == Source::Fresh)
+    {
         effective = Strategy::Full;
         let reason = chunks.first().map(|chunk| chunk.reason.as_str()).unwrap_or_default();
         effective_reason = format!("every chunk is fresh: {reason}");
+    }
+    if prepared.capture {
+        effective_reason =
+            format!("every token is computed, and {} chunks are kept as variants of this context", done.captured);
     }
     let ratio_charged = if effective == Strategy::Full { 1.0 } else { ratio_charged };
     Ok(Receipt {

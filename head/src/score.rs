@@ -4,8 +4,8 @@
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use kvsplice_kv::Encoding;
-use kvsplice_model::auxiliary::{ChunkKv, ScoreRequest, Scoring};
 use kvsplice_model::attention::last_attention;
+use kvsplice_model::auxiliary::{ChunkKv, ScoreRequest, Scoring};
 use kvsplice_model::encode::{Encoder, Prefix};
 use kvsplice_model::{Compute, Decoder};
 

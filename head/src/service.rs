@@ -11,6 +11,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
+use crate::Error;
 use crate::answer::score_answer;
 use crate::attention::{attention, spans};
 use crate::corpus::blocking;
@@ -19,7 +20,6 @@ use crate::generate::generate;
 use crate::head::Head;
 use crate::ingest::ingest;
 use crate::register::register;
-use crate::Error;
 
 /// Texts of one Tokenize call, at most.
 const MAX_TEXTS: usize = 4096;

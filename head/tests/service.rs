@@ -22,8 +22,16 @@ fn start(corpus: &str) -> v1::IngestStart {
 
 fn request(source: prompt::Source, strategy: &str) -> v1::GenerateRequest {
     v1::GenerateRequest {
-        prompt: Some(v1::Prompt { source: Some(source), question: "Who repairs the tower clock?".into(), ..Default::default() }),
-        options: Some(v1::Options { strategy: Some(strategy.into()), ratio: Some(0.4), ..v1::Options::default() }),
+        prompt: Some(v1::Prompt {
+            source: Some(source),
+            question: "Who repairs the tower clock?".into(),
+            ..Default::default()
+        }),
+        options: Some(v1::Options {
+            strategy: Some(strategy.into()),
+            ratio: (strategy == "clip").then_some(0.4),
+            ..v1::Options::default()
+        }),
         sampling: None,
         dump: true,
     }

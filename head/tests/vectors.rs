@@ -3,9 +3,9 @@
 
 use std::path::Path;
 
-use kvsplice_kv::select::{ScoredChunk, select};
 use kvsplice_kv::Options;
 use kvsplice_kv::options::{Budget, Group};
+use kvsplice_kv::select::{ScoredChunk, select};
 use kvsplice_model::{Description, Spec};
 use serde_json::Value;
 

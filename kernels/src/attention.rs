@@ -254,7 +254,8 @@ mod tests {
     fn sums_equal_the_plain_twin() {
         let (capacity, heads, kv_heads, dim) = (333, 6, 2, 32);
         let (keys, values) = (random(&[capacity, kv_heads, dim], 1), random(&[capacity, kv_heads, dim], 2));
-        let slots: Vec<u32> = (0..capacity as u32).filter(|slot| slot % 5 == 1).chain([capacity as u32 - 1; 3]).collect();
+        let slots: Vec<u32> =
+            (0..capacity as u32).filter(|slot| slot % 5 == 1).chain([capacity as u32 - 1; 3]).collect();
         let ends = [0, 1, 64, 65, 200, 200, capacity as u32];
         let query = random(&[slots.len() as i64, heads, dim], 3);
         let spread = keys.to_kind(Kind::Double).repeat_interleave_self_int(heads / kv_heads, 1, None);
@@ -268,8 +269,10 @@ mod tests {
             for (row, &slot) in slots.iter().enumerate() {
                 for (place, &end) in ends.iter().enumerate() {
                     let seen = i64::from(end.min(slot + 1));
-                    let got = sums.narrow(0, row as i64, 1).narrow(2, place as i64, 1).reshape([heads]).to_kind(Kind::Double);
-                    let expected = scores.narrow(0, row as i64, 1).narrow(2, 0, seen).logsumexp([-1], false).reshape([heads]);
+                    let got =
+                        sums.narrow(0, row as i64, 1).narrow(2, place as i64, 1).reshape([heads]).to_kind(Kind::Double);
+                    let expected =
+                        scores.narrow(0, row as i64, 1).narrow(2, 0, seen).logsumexp([-1], false).reshape([heads]);
                     if seen == 0 {
                         assert!(got.max().double_value(&[]) == f64::NEG_INFINITY);
                     } else {

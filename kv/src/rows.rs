@@ -79,7 +79,11 @@ impl RowRanges {
         let (mut ranges, mut mine, mut theirs) = (Vec::new(), self.0.iter().peekable(), other.0.iter().peekable());
         while let (Some(a), Some(b)) = (mine.peek(), theirs.peek()) {
             ranges.push(meet(a, b));
-            if a.end < b.end { mine.next() } else { theirs.next() };
+            if a.end < b.end {
+                mine.next()
+            } else {
+                theirs.next()
+            };
         }
         Self::from_ranges(ranges)
     }

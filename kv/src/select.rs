@@ -9,7 +9,6 @@ use std::ops::Range;
 use crate::options::{Budget, Group};
 use crate::{Error, Options, RowRanges};
 
-
 /// One chunk of the prompt as selection sees it.
 #[derive(Clone, Copy, Debug)]
 pub struct ScoredChunk<'a> {

@@ -40,7 +40,14 @@ pub fn attend(
     let (Some(two_part), true) = (two_part, split < last.len()) else {
         return Ok(ragged_causal(query, keys, values, last)?);
     };
-    let behind = Parts::new(cache, layer, &query.f_narrow(0, split as i64, (last.len() - split) as i64)?, &last[split..], two_part, &[])?;
+    let behind = Parts::new(
+        cache,
+        layer,
+        &query.f_narrow(0, split as i64, (last.len() - split) as i64)?,
+        &last[split..],
+        two_part,
+        &[],
+    )?;
     if split == 0 {
         return behind.merge();
     }

@@ -211,8 +211,11 @@ impl Decoder {
         }
         match keep {
             Keep::All => {
-                let attention =
-                    self.attend(layer, &query, segments.iter().map(|segment| (&*segment.cache, segment.slots, segment.two_part)))?;
+                let attention = self.attend(
+                    layer,
+                    &query,
+                    segments.iter().map(|segment| (&*segment.cache, segment.slots, segment.two_part)),
+                )?;
                 self.finish(layer, hidden, &attention)
             }
             Keep::Rows([]) => Ok(hidden.f_narrow(0, 0, 0)?),
@@ -228,8 +231,10 @@ impl Decoder {
                     first = end;
                 }
                 let query = query.f_index_select(0, &index)?;
-                let kept_segments =
-                    segments.iter().zip(&slots).map(|(segment, slots)| (&*segment.cache, slots.as_slice(), segment.two_part));
+                let kept_segments = segments
+                    .iter()
+                    .zip(&slots)
+                    .map(|(segment, slots)| (&*segment.cache, slots.as_slice(), segment.two_part));
                 let attention = self.attend(layer, &query, kept_segments)?;
                 self.finish(layer, &hidden.f_index_select(0, &index)?, &attention)
             }

@@ -117,8 +117,11 @@ impl Encoder {
         let rows = self.hidden.size()[0] as usize;
         let mut captured = Vec::new();
         if rows <= SLICE_ROWS {
-            let mut segments: Vec<Segment<'_>> =
-                self.chunks.iter_mut().map(|chunk| Segment { cache: &mut chunk.cache, slots: &chunk.slots, two_part: None }).collect();
+            let mut segments: Vec<Segment<'_>> = self
+                .chunks
+                .iter_mut()
+                .map(|chunk| Segment { cache: &mut chunk.cache, slots: &chunk.slots, two_part: None })
+                .collect();
             self.hidden =
                 decoder.layer(self.layer, &self.hidden, &self.rotation, &mut segments, keep, Some(&mut captured))?;
         } else {

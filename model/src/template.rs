@@ -70,10 +70,8 @@ impl ChatTemplate {
             None => format!("Passages:\n{CHUNKS}\nQuestion: {question}"),
             Some(intro) => format!("{intro}{CHUNKS}{question}"),
         };
-        let messages = [
-            Message { role: "system", content: system.to_owned() },
-            Message { role: "user", content: user },
-        ];
+        let messages =
+            [Message { role: "system", content: system.to_owned() }, Message { role: "user", content: user }];
         let rendered = self.render(&messages)?;
         let mut pieces = rendered.split(CHUNKS);
         match (pieces.next(), pieces.next(), pieces.next()) {

@@ -119,8 +119,14 @@ fn auxiliary_scores_equal_the_reference() {
     let slices: Vec<&[u32]> = chunks.iter().map(Vec::as_slice).collect();
     let chunk_kv = encode(&decoder, &prefix, &slices, Encoding::F32).unwrap().into_iter().map(Arc::new).collect();
     let prefix_kv = encode(&decoder, &[], &[&prefix], Encoding::F32).unwrap().pop().map(Arc::new);
-    let request =
-        ScoreRequest { prefix_kv, chunk_kv, question_ids: question, layers: Depth::Last, softmax: Softmax::Chunk, reduce: Reduce::Mean };
+    let request = ScoreRequest {
+        prefix_kv,
+        chunk_kv,
+        question_ids: question,
+        layers: Depth::Last,
+        softmax: Softmax::Chunk,
+        reduce: Reduce::Mean,
+    };
     let scores = score(&decoder, request.clone()).unwrap();
     for (got, expected) in scores.iter().zip(splice["aux_scores"].as_array().unwrap()) {
         let expected: Vec<f64> = expected.as_array().unwrap().iter().map(|score| score.as_f64().unwrap()).collect();

@@ -314,7 +314,9 @@ mod tests {
             assert_eq!(kv::Options::try_from(v1::Options::from(options)).unwrap(), options);
         }
         let options: kv::Options =
-            "clip:0.35:budget=nominal:group=none:softmax=joint:aux_layers=0.2..0.8:reduce=max:mask=bottom-right".parse().unwrap();
+            "clip:0.35:budget=nominal:group=none:softmax=joint:aux_layers=0.2..0.8:reduce=max:mask=bottom-right"
+                .parse()
+                .unwrap();
         assert_eq!(kv::Options::try_from(v1::Options::from(options)).unwrap(), options);
         let options: kv::Options = "direct:shared_prefix=false:renumber=false:context_temperature=0.9".parse().unwrap();
         assert_eq!(kv::Options::try_from(v1::Options::from(options)).unwrap(), options);

@@ -48,9 +48,10 @@ pub fn raw<S: AsRef<str>>(prefix: &str, chunks: &[S], question: &str, store: boo
     v1::Prompt { source: Some(v1::prompt::Source::Raw(source)), question: question.to_owned(), ..Default::default() }
 }
 
-/// A strategy with its ratio.
+/// A strategy, with the ratio if it has one.
 pub fn options(strategy: &str, ratio: f32) -> v1::Options {
-    v1::Options { strategy: Some(strategy.to_owned()), ratio: Some(ratio), ..v1::Options::default() }
+    let ratio = ["clip", "guided", "blend"].contains(&strategy).then_some(ratio);
+    v1::Options { strategy: Some(strategy.to_owned()), ratio, ..v1::Options::default() }
 }
 
 /// So many greedy tokens, whatever they are.

@@ -265,7 +265,12 @@ fn score(cluster: &Cluster, client: &Client, dump: &v1::Dump, targets: &[u32]) -
             ..v1::PrefillStart::default()
         };
         let rows = v1::Rows { ranges: Vec::new(), complete_below: dump.token_ids.len() as u32 };
-        let request = v1::ScoreRequest { start: Some(start), rows: Some(rows), target_ids: targets.to_vec(), ..Default::default() };
+        let request = v1::ScoreRequest {
+            start: Some(start),
+            rows: Some(rows),
+            target_ids: targets.to_vec(),
+            ..Default::default()
+        };
         worker.score(request).await.unwrap().into_inner()
     })
 }

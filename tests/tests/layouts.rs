@@ -43,8 +43,11 @@ fn options() -> impl Strategy<Value = Options> {
     let ratio = || prop_oneof![1 => Just(0f32), 1 => Just(1f32), 4 => 0f32..=1f32];
     let group = pick(&["none", "8,5", "2,1", "16,4", "256,2"]);
     let layers = || pick(&["last", "0..1", "0.5..1"]);
-    let scored = (ratio(), pick(&["charged", "nominal"]), group, pick(&["mean", "max"]), layers())
-        .prop_map(|(ratio, budget, group, reduce, layers)| (format!("{ratio}:budget={budget}:group={group}:reduce={reduce}"), layers));
+    let scored = (ratio(), pick(&["charged", "nominal"]), group, pick(&["mean", "max"]), layers()).prop_map(
+        |(ratio, budget, group, reduce, layers)| {
+            (format!("{ratio}:budget={budget}:group={group}:reduce={reduce}"), layers)
+        },
+    );
     let clip = (scored.clone(), pick(&["chunk", "joint"]))
         .prop_map(|((text, layers), softmax)| format!("clip:{text}:softmax={softmax}:aux_layers={layers}"));
     let guided = (scored, pick(&["context", "question"]))
@@ -60,8 +63,10 @@ fn options() -> impl Strategy<Value = Options> {
         .prop_map(|(text, shared, more)| format!("{text}:shared_prefix={shared}{more}"));
     let direct = (any::<bool>(), any::<bool>())
         .prop_map(|(shared, renumber)| format!("direct:shared_prefix={shared}:renumber={renumber}"));
-    let ape = pick(&["ape", "ape:context_form=code", "ape:context_temperature=1:context_scale=1"]).prop_map(str::to_owned);
-    let craft = pick(&["craft", "craft:alpha=0.3", "craft:capture=true", "craft:alpha=1:early_stop=none"]).prop_map(str::to_owned);
+    let ape =
+        pick(&["ape", "ape:context_form=code", "ape:context_temperature=1:context_scale=1"]).prop_map(str::to_owned);
+    let craft = pick(&["craft", "craft:alpha=0.3", "craft:capture=true", "craft:alpha=1:early_stop=none"])
+        .prop_map(str::to_owned);
     let reusing = prop_oneof![6 => selecting, 1 => direct, 1 => ape, 2 => craft, 1 => Just("prefix".to_owned())];
     let reusing = (reusing, any::<bool>()).prop_map(|(text, kept)| format!("{text}:prefix_cache={kept}"));
     prop_oneof![10 => reusing, 1 => Just("full".to_owned())]
@@ -140,7 +145,10 @@ fn check(case: &Case, answer: &Answer) -> Result<(), TestCaseError> {
         holds!(chunk.rows == rows, "chunk {place} has {} rows, the dump {rows}", chunk.rows);
         all_rows += rows;
         if chunk.source == "fresh" {
-            holds!((kept || rows == chunk.tokens) && !chunk.reason.is_empty(), "chunk {place} is fresh with {rows} rows");
+            holds!(
+                (kept || rows == chunk.tokens) && !chunk.reason.is_empty(),
+                "chunk {place} is fresh with {rows} rows"
+            );
             continue;
         }
         if chunk.source == "device" {
@@ -176,7 +184,10 @@ fn check(case: &Case, answer: &Answer) -> Result<(), TestCaseError> {
     holds!(tokens.chunk == receipt.chunks.iter().map(|chunk| chunk.tokens).sum::<u32>(), "chunks: {tokens:?}");
     let at_least = all_rows + tokens.question;
     let recomputed = [at_least, at_least + tokens.prefix].contains(&tokens.recomputed);
-    holds!(recomputed || (kept && tokens.recomputed < at_least + tokens.prefix), "{all_rows} rows and the question: {tokens:?}");
+    holds!(
+        recomputed || (kept && tokens.recomputed < at_least + tokens.prefix),
+        "{all_rows} rows and the question: {tokens:?}"
+    );
     holds!(tokens.output == case.max_tokens && answer.token_ids.len() as u32 == case.max_tokens, "{tokens:?}");
 
     let all_fresh = answer.sources().iter().all(|source| *source == "fresh");

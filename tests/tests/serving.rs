@@ -275,7 +275,11 @@ fn answers_go_on_fresh_without_the_cache_service_and_are_cached_again_with_it() 
     // Killed while answers come, some of them after that.
     let client = Client::connect(cluster.server()).unwrap();
     let corpus = v1::CorpusSource { corpus: "harbor".into(), top_k: 4, ..v1::CorpusSource::default() };
-    let prompt = v1::Prompt { source: Some(v1::prompt::Source::Corpus(corpus)), question: QUESTION.into(), ..Default::default() };
+    let prompt = v1::Prompt {
+        source: Some(v1::prompt::Source::Corpus(corpus)),
+        question: QUESTION.into(),
+        ..Default::default()
+    };
     let request = v1::GenerateRequest {
         prompt: Some(prompt),
         options: Some(options("clip", 0.2)),

@@ -182,6 +182,7 @@ impl Worker {
                 .map(|part| part.token_ids.len() as u32)
                 .sum(),
             scores: Vec::new(),
+            captured: 0,
         }
     }
 }
