@@ -8,6 +8,7 @@ use kvsplice_kv::RowRanges;
 use kvsplice_kv::options::{Mask, Strategy};
 use kvsplice_model::Error;
 use kvsplice_model::cache::{BLOCK, KvBlock, KvCache};
+use kvsplice_proto::v1;
 
 use crate::request::{Kind, Request};
 use crate::tree::{Cost, Hold, Offer, Policy, Tree};
@@ -35,6 +36,19 @@ impl Beginnings {
 
     fn lock(&self) -> MutexGuard<'_, Tree<KvBlock>> {
         self.tree.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What is kept, and how useful it was.
+    pub(crate) fn status(&self) -> v1::Beginnings {
+        let stats = self.lock().stats();
+        v1::Beginnings {
+            bytes: stats.bytes,
+            blocks: stats.blocks,
+            held: stats.held,
+            hits: stats.hits,
+            misses: stats.misses,
+            evicted: stats.evicted,
+        }
     }
 
     /// What is kept of the request's beginning; nothing when its strategy does not reuse one.

@@ -78,6 +78,7 @@ pub(crate) struct Load {
 pub(crate) struct Handle {
     commands: mpsc::Sender<Command>,
     pub(crate) load: Arc<Load>,
+    pub(crate) beginnings: Beginnings,
 }
 
 impl Handle {
@@ -85,12 +86,13 @@ impl Handle {
     pub(crate) fn start(config: &Config, model: Model, compute: Compute, cache: CacheClient) -> Self {
         let (commands, inbox) = mpsc::channel(WAITING_COMMANDS);
         let load = Arc::new(Load::default());
+        let beginnings = Beginnings::new(config.beginning_policy, config.beginning_bytes, token_bytes(&model));
         let engine = Engine {
             queue_limit: config.queue_limit as usize,
             kv_budget: config.kv_bytes,
             active: Vec::new(),
             encodes: VecDeque::new(),
-            beginnings: Beginnings::new(config.beginning_policy, config.beginning_bytes, token_bytes(&model)),
+            beginnings: beginnings.clone(),
             prefixes: Prefixes::default(),
             schedule: Schedule::new(Instant::now()),
             storing: Arc::new(Semaphore::new(STORING_BATCHES)),
@@ -102,7 +104,7 @@ impl Handle {
             cache,
         };
         tokio::spawn(engine.run(inbox));
-        Self { commands, load }
+        Self { commands, load, beginnings }
     }
 
     /// Hands in a request; events follow. Refused when the queue is full or the request can never fit.

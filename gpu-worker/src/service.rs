@@ -222,6 +222,7 @@ impl Worker for Service {
             queue_limit: self.queue_limit,
             kv_bytes: load.kv_bytes.load(Ordering::Relaxed),
             device: self.device.clone(),
+            beginnings: Some(self.engine.beginnings.status()),
         }))
     }
 }

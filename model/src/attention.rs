@@ -290,3 +290,77 @@ pub async fn last_attention(
         pass = advanced;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tch::Device;
+
+    use crate::Config;
+
+    fn random(shape: &[i64], seed: i64) -> Tensor {
+        tch::manual_seed(seed);
+        Tensor::randn(shape, (Kind::Float, Device::Cpu))
+    }
+
+    /// A cache of 100 random slots, and queries of the last `rows` of them.
+    fn sequence(rows: i64) -> (KvCache, Tensor, Vec<u32>) {
+        let config = Config::tiny(64);
+        let mut cache = KvCache::new(&config, 100, Kind::Float).unwrap();
+        let shape = [100, i64::from(config.kv_heads), i64::from(config.head_dim)];
+        let slots: Vec<u32> = (0..100).collect();
+        cache.write(0, &slots, &random(&shape, 1), &random(&shape, 2)).unwrap();
+        let query = random(&[rows, i64::from(config.heads), i64::from(config.head_dim)], 3);
+        (cache, query, slots[100 - rows as usize..].to_vec())
+    }
+
+    #[test]
+    fn two_parts_with_neutral_settings_equal_one() {
+        let (cache, query, last) = sequence(30);
+        let plain = attend(&cache, 0, &query, &last, None).unwrap();
+        for context in [10..70, 0..70, 20..90] {
+            // Rows before the context's end attend as usual.
+            let two_part = TwoPart { context: context.clone(), temperature: 1.0, exponent: 1.0 };
+            let merged = attend(&cache, 0, &query, &last, Some(&two_part)).unwrap();
+            assert!((&merged - &plain).abs().max().double_value(&[]) < 1e-5, "{context:?}");
+        }
+    }
+
+    #[test]
+    fn a_smaller_exponent_takes_mass_from_the_context() {
+        let (cache, query, last) = sequence(20);
+        let starts = [10, 30, 60];
+        let masses = |exponent, temperature| {
+            let two_part = TwoPart { context: 10..60, temperature, exponent };
+            attend_masses(&cache, 0, &query, &last, Some(&two_part), &starts).unwrap().1
+        };
+        let plain = attend_masses(&cache, 0, &query, &last, None, &starts).unwrap().1;
+        assert!((masses(1.0, 1.0) - &plain).abs().max().double_value(&[]) < 1e-5);
+        assert!(masses(0.5, 1.0).sum(Kind::Float).double_value(&[]) < plain.sum(Kind::Float).double_value(&[]));
+    }
+
+    #[test]
+    fn masses_are_sums_of_weights() {
+        let (cache, query, last) = sequence(25);
+        let starts = [5, 40, 41, 90];
+        let masses = attend_masses(&cache, 0, &query, &last, None, &starts).unwrap().1;
+        let weights = weights(&cache, 0, &query, &last, 100).unwrap().mean_dim([1i64].as_slice(), false, Kind::Float);
+        for (place, pair) in starts.windows(2).enumerate() {
+            let sum = weights.narrow(1, i64::from(pair[0]), i64::from(pair[1] - pair[0]));
+            let sum = sum.sum_dim_intlist([1i64].as_slice(), false, Kind::Float);
+            let got = masses.select(1, place as i64);
+            assert!((got - sum).abs().max().double_value(&[]) < 1e-5, "chunk {place}");
+        }
+    }
+
+    #[test]
+    fn a_row_before_the_context_has_no_two_parts() {
+        let (cache, query, last) = sequence(10);
+        let two_part = TwoPart { context: 10..95, temperature: 0.5, exponent: 0.5 };
+        let plain = attend(&cache, 0, &query, &last, None).unwrap();
+        let mixed = attend(&cache, 0, &query, &last, Some(&two_part)).unwrap();
+        let differs = |row: i64| (mixed.select(0, row) - plain.select(0, row)).abs().max().double_value(&[]) > 1e-4;
+        assert!(!differs(4) && differs(5));
+        assert!(attend_masses(&cache, 0, &query, &last, Some(&two_part), &[10, 95]).is_err());
+    }
+}

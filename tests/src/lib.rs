@@ -21,7 +21,7 @@ use tempfile::TempDir;
 pub use cache::CacheService;
 pub use client::{Answer, Answering, Client, worker_status};
 pub use process::Process;
-pub use prompt::{article, characters, greedy, inline, options, raw, request, words};
+pub use prompt::{article, characters, greedy, inline, options, raw, request, specification, words};
 pub use store::FaultyStore;
 pub use wait::{wait_serving, wait_until};
 

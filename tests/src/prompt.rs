@@ -48,10 +48,20 @@ pub fn raw<S: AsRef<str>>(prefix: &str, chunks: &[S], question: &str, store: boo
     v1::Prompt { source: Some(v1::prompt::Source::Raw(source)), question: question.to_owned(), ..Default::default() }
 }
 
-/// A strategy, with the ratio if it has one.
+/// A strategy, with the ratio if it has one. Nothing is kept from one prompt to the next, so that each computes all its
+/// rows.
 pub fn options(strategy: &str, ratio: f32) -> v1::Options {
     let ratio = ["clip", "guided", "blend"].contains(&strategy).then_some(ratio);
-    v1::Options { strategy: Some(strategy.to_owned()), ratio, ..v1::Options::default() }
+    let prefix_cache = (strategy != "full").then_some(false);
+    v1::Options { strategy: Some(strategy.to_owned()), ratio, prefix_cache, ..v1::Options::default() }
+}
+
+/// The options of a specification such as `clip:0.2:group=none`.
+///
+/// # Panics
+/// When it is none.
+pub fn specification(text: &str) -> v1::Options {
+    text.parse::<kvsplice_kv::Options>().unwrap_or_else(|error| panic!("{text}: {error}")).into()
 }
 
 /// So many greedy tokens, whatever they are.
