@@ -2,7 +2,7 @@
 //! among others, several numbers of one key in order, and the order of events (the kinds of a study with small models).
 //!
 //! The facts that decide an answer lie in different chunks, among facts of the same form about others.
-//! Invariant: `seed`, kind and number alone decide a prompt (with the shape and the token counts), not what else is generated.
+//! Invariant: `seed`, kind and number alone decide a prompt (with the sizes and the token counts), not what else is generated.
 
 mod filler;
 mod passage;
@@ -68,9 +68,14 @@ impl Kind {
     }
 }
 
-/// How long prompts are, in tokens of the primary model.
+/// What is generated. Lengths are tokens of the primary model.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Shape {
+pub(crate) struct Setup<'a> {
+    /// Taken in turn.
+    pub(crate) kinds: &'a [Kind],
+    /// Prompts in all.
+    pub(crate) samples: usize,
+    pub(crate) seed: u64,
     /// The whole prompt, at most.
     pub(crate) tokens: usize,
     /// Each chunk, at most.
@@ -79,9 +84,9 @@ pub(crate) struct Shape {
     pub(crate) overhead: usize,
 }
 
-impl Default for Shape {
+impl Default for Setup<'_> {
     fn default() -> Self {
-        Self { tokens: 1300, chunk_tokens: 200, overhead: 40 }
+        Self { kinds: &Kind::ALL, samples: 48, seed: 42, tokens: 1300, chunk_tokens: 200, overhead: 40 }
     }
 }
 
@@ -92,47 +97,41 @@ const TOKENS_A_TRAIL: usize = 60;
 /// More would need more names than there are.
 const MAX_TRAILS: usize = 1000;
 
-/// `samples` prompts, the kinds in turn.
+/// The prompts, the kinds in turn.
 ///
 /// # Errors
-/// A usage failure: no samples, no kinds, or a shape too small for the facts.
-pub(crate) fn generate(
-    kinds: &[Kind],
-    samples: usize,
-    seed: u64,
-    shape: Shape,
-    count: &dyn Count,
-) -> anyhow::Result<Vec<Sample>> {
+/// A usage failure: no samples, no kinds, or sizes too small for the facts.
+pub(crate) fn generate(setup: &Setup<'_>, count: &dyn Count) -> anyhow::Result<Vec<Sample>> {
+    let Setup { kinds, samples, chunk_tokens, .. } = *setup;
     if samples == 0 || kinds.is_empty() {
         return Err(usage("zero samples: nothing to measure; ask for at least one sample of one task"));
     }
-    if shape.chunk_tokens < MIN_CHUNK_TOKENS {
-        let found = shape.chunk_tokens;
+    if chunk_tokens < MIN_CHUNK_TOKENS {
         return Err(usage(format!(
-            "chunks of {found} tokens are too short for the tasks; take {MIN_CHUNK_TOKENS} or more"
+            "chunks of {chunk_tokens} tokens are too short for the tasks; take {MIN_CHUNK_TOKENS} or more"
         )));
     }
     let numbered = (0..samples).map(|index| (kinds[index % kinds.len()], index / kinds.len()));
-    numbered.map(|(kind, number)| sample(kind, number, seed, shape, count)).collect()
+    numbered.map(|(kind, number)| sample(kind, number, setup, count)).collect()
 }
 
-fn sample(kind: Kind, number: usize, seed: u64, shape: Shape, count: &dyn Count) -> anyhow::Result<Sample> {
+fn sample(kind: Kind, number: usize, setup: &Setup<'_>, count: &dyn Count) -> anyhow::Result<Sample> {
     let id = format!("{}-{number}", kind.name());
-    let mut rng = random::generator(seed, &id);
-    let trails = (shape.tokens / TOKENS_A_TRAIL).clamp(4, MAX_TRAILS);
+    let mut rng = random::generator(setup.seed, &id);
+    let trails = (setup.tokens / TOKENS_A_TRAIL).clamp(4, MAX_TRAILS);
     let story = story::tell(kind, &mut rng, trails);
-    let around = shape.overhead + count.tokens(&story.question) + count.tokens(&story.answer_prefix);
-    let chunks = shape.tokens.saturating_sub(around) / shape.chunk_tokens;
+    let around = setup.overhead + count.tokens(&story.question) + count.tokens(&story.answer_prefix);
+    let chunks = setup.tokens.saturating_sub(around) / setup.chunk_tokens;
     let least = story.facts.len().max(2);
     if chunks < least {
-        let needed = around + least * shape.chunk_tokens;
-        let tokens = shape.tokens;
+        let needed = around + least * setup.chunk_tokens;
+        let tokens = setup.tokens;
         return Err(usage(format!(
             "{tokens} tokens are too few for {id}, which needs {needed} in chunks of {}; take more or shorter chunks",
-            shape.chunk_tokens
+            setup.chunk_tokens
         )));
     }
-    let layout = passage::Layout { chunks, chunk_tokens: shape.chunk_tokens };
+    let layout = passage::Layout { chunks, chunk_tokens: setup.chunk_tokens };
     let chunks = passage::write(&story, layout, &mut rng, count)?;
     Ok(Sample {
         id,

@@ -11,8 +11,9 @@ mod truncate;
 use std::path::{Path, PathBuf};
 
 use self::dataset::Dataset;
-use self::prompt::Templates;
+use self::prompt::{Prompt, Templates};
 use self::read::Record;
+use self::truncate::Cut;
 use super::{Count, Sample};
 use crate::failure::{data, usage};
 
@@ -62,9 +63,10 @@ pub(crate) fn load(setup: &Setup<'_>, count: &dyn Count) -> anyhow::Result<Loade
     let mut loaded = Loaded { samples: Vec::new(), truncated: 0 };
     for (dataset, file) in files(setup)? {
         for record in read::records(&file, setup.limit)? {
-            let (sample, truncated) = sample(dataset, &record, &templates, setup, count)?;
-            loaded.samples.push(sample);
-            loaded.truncated += usize::from(truncated);
+            let prompt = templates.render(dataset, &record.input);
+            let cut = cut(&record, &prompt, setup, count)?;
+            loaded.truncated += usize::from(cut.truncated);
+            loaded.samples.push(sample(dataset, record, prompt, cut.chunks));
         }
     }
     Ok(loaded)
@@ -96,43 +98,36 @@ fn files(setup: &Setup<'_>) -> anyhow::Result<Vec<(&'static Dataset, PathBuf)>> 
     Ok(files)
 }
 
-/// The sample of `record`, and whether its context was truncated.
-fn sample(
-    dataset: &Dataset,
-    record: &Record,
-    templates: &Templates,
-    setup: &Setup<'_>,
-    count: &dyn Count,
-) -> anyhow::Result<(Sample, bool)> {
-    let prompt = templates.render(dataset, &record.input);
-    let before = count.tokens(&prompt.before);
-    let after = count.tokens(&prompt.after);
-    let budget = setup.budget.saturating_sub(setup.overhead);
-    // Halves of the prompt, of which the texts around the context take their part.
-    let half = budget / 2;
+/// The context of `record` in chunks that fit between the texts of `prompt`.
+fn cut(record: &Record, prompt: &Prompt, setup: &Setup<'_>, count: &dyn Count) -> anyhow::Result<Cut> {
+    let (before, after) = (count.tokens(&prompt.before), count.tokens(&prompt.after));
+    // Each half of the prompt gives some of its room to the text on its side of the context.
+    let half = setup.budget.saturating_sub(setup.overhead) / 2;
     let (Some(head), Some(tail)) = (half.checked_sub(before), half.checked_sub(after)) else {
-        let (place, needed) = (&record.place, 2 * before.max(after) + setup.overhead);
+        let (place, budget, needed) = (&record.place, setup.budget, 2 * before.max(after) + setup.overhead);
         return Err(data(format!(
-            "{place}: the question alone needs a budget of {needed} tokens, not {}; take a larger one",
-            setup.budget
+            "{place}: the question alone needs a budget of {needed} tokens, not {budget}; take a larger one"
         )));
     };
-    let cut = truncate::cut(&record.context, head, tail, setup, count);
-    let sample = Sample {
+    let room = truncate::Room { head, tail, chunk_tokens: setup.chunk_tokens, overlap: setup.overlap };
+    Ok(truncate::cut(&record.context, room, count))
+}
+
+fn sample(dataset: &Dataset, record: Record, prompt: Prompt, chunks: Vec<String>) -> Sample {
+    Sample {
         id: format!("{}-{}", dataset.name, record.line),
         task: dataset.name.to_owned(),
         system: None,
         intro: Some(prompt.before),
-        chunks: cut.chunks,
+        chunks,
         question: prompt.after,
         answer_prefix: String::new(),
         gold: record.answers.first().cloned().unwrap_or_default(),
-        answers: record.answers.clone(),
+        answers: record.answers,
         max_tokens: dataset.max_tokens,
         metric: dataset.metric,
         stop_at_newline: false,
-    };
-    Ok((sample, cut.truncated))
+    }
 }
 
 #[cfg(test)]

@@ -1,12 +1,13 @@
 //! Sentences of everyday topics that state no fact a question could ask for: no name, no town, no number.
 //!
-//! Invariant: a `Filler` gives no sentence twice before it has given thousands.
+//! Invariant: a passage has no form of sentence twice before it has had all, and a sample no sentence before it has had
+//! thousands.
 
 use std::collections::HashSet;
 
 use rand_chacha::ChaCha8Rng;
 
-use super::super::random::pick;
+use super::super::random::{distinct, pick};
 
 /// Sentences with the slots `{a}` and `{b}`, and what may stand in them.
 struct Topic {
@@ -57,13 +58,13 @@ const TOPICS: &[Topic] = &[
             "A boy carried a basket of {a} past {b}.",
             "The price of {a} was argued over at {b} all morning.",
             "Behind {b} the crates of {a} were already empty.",
-            "It is said that {a} taste better when bought at {b}.",
+            "It is said that one should buy {a} at {b} and nowhere else.",
             "Two dogs slept by {b}, close to the {a}.",
             "When the rain came, they moved the {a} under a cloth by {b}.",
         ],
     },
     Topic {
-        a: &["roses", "beans", "lavender", "tulips", "tomatoes", "sweet peas", "rhubarb", "young apple trees"],
+        a: &["roses", "beans", "poppies", "tulips", "tomatoes", "sweet peas", "gooseberries", "young apple trees"],
         b: &[
             "the south wall",
             "the compost heap",
@@ -131,10 +132,10 @@ const TOPICS: &[Topic] = &[
         ],
         sentences: &[
             "The recipe asks for {a} and the patience to watch {b}.",
-            "Put the {a} in {b} and leave them there for an hour.",
+            "Put the {a} in {b} and leave everything there for an hour.",
             "With enough {a}, even {b} of poor make gives a good soup.",
             "The cook kept {a} next to {b} at all times.",
-            "Too much salt spoils {a}, and too little fire spoils {b}.",
+            "Too much salt spoils {a}, whatever is done with {b}.",
             "Some prefer {a} warmed slowly in {b}.",
             "The smell of {a} from {b} filled the stairs.",
             "They had run out of {a}, and {b} stayed unused.",
@@ -208,10 +209,10 @@ const TOPICS: &[Topic] = &[
         a: &[
             "herring gulls",
             "swallows",
-            "a pair of herons",
+            "the herons",
             "wild geese",
             "jackdaws",
-            "a tawny owl",
+            "tawny owls",
             "the starlings",
             "some lapwings",
         ],
@@ -302,39 +303,47 @@ const TOPICS: &[Topic] = &[
     },
 ];
 
-/// How often a repeated sentence is thrown away before it is taken after all.
+/// How often the slots of a sentence are filled anew before a repeat is taken after all.
 const TRIES: usize = 64;
 
-/// Gives the filler of one sample.
+/// Gives the filler of one sample, passage after passage.
 #[derive(Default)]
 pub(super) struct Filler {
     used: HashSet<String>,
+    /// What the passage has not told yet, the next one last.
+    deck: Vec<(&'static Topic, &'static str)>,
 }
 
 impl Filler {
-    /// The number of a topic for [`Filler::sentence`].
-    pub(super) fn topic(rng: &mut ChaCha8Rng) -> usize {
-        super::super::random::distinct(rng, TOPICS.len(), 1).first().copied().unwrap_or(0)
+    /// Begins a passage: a new order of topics, which it takes one after the other.
+    pub(super) fn begin(&mut self, rng: &mut ChaCha8Rng) {
+        self.deck.clear();
+        for topic in distinct(rng, TOPICS.len(), TOPICS.len()) {
+            let topic = &TOPICS[topic];
+            let order = distinct(rng, topic.sentences.len(), topic.sentences.len());
+            self.deck.extend(order.into_iter().map(|index| (topic, topic.sentences[index])));
+        }
     }
 
-    /// A sentence about `topic` that this sample does not have yet, if there is one.
-    pub(super) fn sentence(&mut self, rng: &mut ChaCha8Rng, topic: usize) -> String {
-        let mut topic = &TOPICS[topic % TOPICS.len()];
-        let mut sentence = fill(rng, topic);
+    /// The next sentence of the passage, one that this sample does not have yet if there is one.
+    pub(super) fn sentence(&mut self, rng: &mut ChaCha8Rng) -> String {
+        if self.deck.is_empty() {
+            self.begin(rng);
+        }
+        let Some((topic, form)) = self.deck.pop() else { return String::new() };
+        let mut sentence = fill(rng, topic, form);
         for _ in 0..TRIES {
             if self.used.insert(sentence.clone()) {
                 break;
             }
-            topic = &TOPICS[Self::topic(rng)];
-            sentence = fill(rng, topic);
+            sentence = fill(rng, topic, form);
         }
         sentence
     }
 }
 
-fn fill(rng: &mut ChaCha8Rng, topic: &Topic) -> String {
-    let sentence = pick(rng, topic.sentences);
-    capitalized(&sentence.replace("{a}", pick(rng, topic.a)).replace("{b}", pick(rng, topic.b)))
+fn fill(rng: &mut ChaCha8Rng, topic: &Topic, form: &str) -> String {
+    capitalized(&form.replace("{a}", pick(rng, topic.a)).replace("{b}", pick(rng, topic.b)))
 }
 
 /// The text with a large first letter.
@@ -353,9 +362,11 @@ mod tests {
         let mut rng = generator(3, "filler");
         let mut filler = Filler::default();
         let mut all = HashSet::new();
-        for _ in 0..1000 {
-            let topic = Filler::topic(&mut rng);
-            let sentence = filler.sentence(&mut rng, topic);
+        for number in 0..1000 {
+            if number % 15 == 0 {
+                filler.begin(&mut rng);
+            }
+            let sentence = filler.sentence(&mut rng);
             assert!(sentence.ends_with('.') && !sentence.contains(['{', '}']), "{sentence}");
             assert!(!sentence.contains(|char: char| char.is_ascii_digit()), "{sentence}");
             assert!(sentence.starts_with(char::is_uppercase), "{sentence}");

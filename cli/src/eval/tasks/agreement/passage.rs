@@ -46,8 +46,15 @@ pub(super) fn write(
         told[place].push(fact.clone());
     }
     share_trails(story, layout, &mut told, count);
-    let mut filler = Filler::default();
-    Ok(told.into_iter().map(|facts| passage(facts, layout, &mut filler, rng, count)).collect())
+    let mut writer = Writer { layout, count, filler: Filler::default() };
+    Ok(told.into_iter().map(|facts| writer.passage(facts, rng)).collect())
+}
+
+/// Writes one passage after the other; no filler sentence twice.
+struct Writer<'a> {
+    layout: Layout,
+    count: &'a dyn Count,
+    filler: Filler,
 }
 
 /// Deals the false trails out, chunk after chunk, until they are gone or no chunk has room.
@@ -64,28 +71,43 @@ fn share_trails(story: &Story, layout: Layout, told: &mut [Vec<String>], count: 
     }
 }
 
-/// `facts` in random places among as much filler as fits.
-fn passage(
-    mut facts: Vec<String>,
-    layout: Layout,
-    filler: &mut Filler,
-    rng: &mut ChaCha8Rng,
-    count: &dyn Count,
-) -> String {
-    let topic = Filler::topic(rng);
-    facts.shuffle(rng);
-    let mut sentences = facts;
-    // A sentence has a token or more, so this ends with the chunk full.
-    for _ in 0..layout.chunk_tokens {
-        let sentence = filler.sentence(rng, topic);
-        let place = rng.random_range(0..=sentences.len());
-        sentences.insert(place, sentence);
-        if count.tokens(&text(&sentences)) > layout.chunk_tokens {
-            sentences.remove(place);
-            break;
+impl Writer<'_> {
+    /// `facts` in random places among as much filler as fits.
+    fn passage(&mut self, mut facts: Vec<String>, rng: &mut ChaCha8Rng) -> String {
+        facts.shuffle(rng);
+        let mut depths: Vec<f64> = facts.iter().map(|_| rng.random()).collect();
+        depths.sort_by(f64::total_cmp);
+        let facts: Vec<(f64, String)> = depths.into_iter().zip(facts).collect();
+        self.filler.begin(rng);
+        let mut filler = Vec::new();
+        let mut passage = text(&merged(&facts, &filler));
+        // A sentence has a token or more, so this ends with the chunk full.
+        for _ in 0..self.layout.chunk_tokens {
+            filler.push(self.filler.sentence(rng));
+            let longer = text(&merged(&facts, &filler));
+            if self.count.tokens(&longer) > self.layout.chunk_tokens {
+                break;
+            }
+            passage = longer;
         }
+        passage
     }
-    text(&sentences)
+}
+
+/// `facts`, sorted by their depth in 0..1, at those depths of `filler`.
+fn merged(facts: &[(f64, String)], filler: &[String]) -> Vec<String> {
+    let mut sentences = Vec::with_capacity(facts.len() + filler.len());
+    let mut facts = facts.iter().peekable();
+    let gaps = (filler.len() + 1) as f64;
+    for (index, sentence) in filler.iter().enumerate() {
+        let gap_end = (index + 1) as f64;
+        while let Some((_, fact)) = facts.next_if(|(depth, _)| depth * gaps < gap_end) {
+            sentences.push(fact.clone());
+        }
+        sentences.push(sentence.clone());
+    }
+    sentences.extend(facts.map(|(_, fact)| fact.clone()));
+    sentences
 }
 
 fn text(sentences: &[String]) -> String {

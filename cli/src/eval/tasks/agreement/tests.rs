@@ -8,8 +8,8 @@ const SEED: u64 = 20_261_130;
 
 fn many() -> Vec<Sample> {
     println!("seed {SEED}");
-    let shape = Shape { tokens: 1000, chunk_tokens: 150, overhead: 40 };
-    generate(&Kind::ALL, 300, SEED, shape, &Words).unwrap()
+    let setup = Setup { samples: 300, seed: SEED, tokens: 1000, chunk_tokens: 150, ..Setup::default() };
+    generate(&setup, &Words).unwrap()
 }
 
 /// Sentences with the chunk they stand in.
@@ -171,27 +171,28 @@ fn prompts_and_chunks_keep_to_their_sizes() {
 
 #[test]
 fn the_same_seed_gives_the_same_bytes_whatever_else_is_asked_for() {
-    let shape = Shape::default();
-    let all = generate(&Kind::ALL, 24, 7, shape, &Words).unwrap();
-    assert_eq!(all, generate(&Kind::ALL, 24, 7, shape, &Words).unwrap());
-    assert_ne!(all, generate(&Kind::ALL, 24, 8, shape, &Words).unwrap());
-    let one = generate(&[Kind::Multivalue], 4, 7, shape, &Words).unwrap();
+    let of = |setup: Setup<'_>| generate(&setup, &Words).unwrap();
+    let setup = Setup { samples: 24, seed: 7, ..Setup::default() };
+    let all = of(setup);
+    assert_eq!(all, of(setup));
+    assert_ne!(all, of(Setup { seed: 8, ..setup }));
+    let one = of(Setup { kinds: &[Kind::Multivalue], samples: 4, ..setup });
     let same: Vec<Sample> = all.into_iter().filter(|sample| sample.task == "multivalue").collect();
     assert_eq!(one, same);
 }
 
 #[test]
 fn long_prompts_have_names_enough() {
-    let shape = Shape { tokens: 40_000, chunk_tokens: 1000, overhead: 40 };
-    let samples = generate(&Kind::ALL, 6, 1, shape, &Words).unwrap();
+    let setup = Setup { samples: 6, tokens: 40_000, chunk_tokens: 1000, ..Setup::default() };
+    let samples = generate(&setup, &Words).unwrap();
     assert!(samples.iter().all(|sample| sample.chunks.len() == 39));
 }
 
 #[test]
 fn what_cannot_be_generated_is_refused_with_what_to_do() {
     let refused = |kinds: &[Kind], samples, tokens, chunk_tokens| {
-        let shape = Shape { tokens, chunk_tokens, overhead: 40 };
-        let error = generate(kinds, samples, 1, shape, &Words).unwrap_err();
+        let setup = Setup { kinds, samples, tokens, chunk_tokens, ..Setup::default() };
+        let error = generate(&setup, &Words).unwrap_err();
         assert_eq!(crate::failure::exit_code(&error), 64);
         error.to_string()
     };

@@ -1,7 +1,6 @@
 //! Cuts a context into chunks. One that is too long keeps its head and its tail, as the benchmark cuts the whole prompt.
 
 use super::super::Count;
-use super::Setup;
 
 /// A context as it goes into the prompt.
 #[derive(Debug)]
@@ -10,24 +9,35 @@ pub(super) struct Cut {
     pub(super) truncated: bool,
 }
 
-/// At most `head` + `tail` tokens of `context` in chunks, overlaps counted.
-pub(super) fn cut(context: &str, head: usize, tail: usize, setup: &Setup<'_>, count: &dyn Count) -> Cut {
-    let room = head + tail;
-    let mut chunks = count.cut(context, setup.chunk_tokens, setup.overlap);
+/// Tokens that a context may have, and how it is cut.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Room {
+    /// Tokens of its start that stay when it is too long.
+    pub(super) head: usize,
+    /// Tokens of its end that stay.
+    pub(super) tail: usize,
+    pub(super) chunk_tokens: usize,
+    pub(super) overlap: usize,
+}
+
+/// At most `room.head` + `room.tail` tokens of `context` in chunks, overlaps counted.
+pub(super) fn cut(context: &str, room: Room, count: &dyn Count) -> Cut {
+    let Room { mut head, mut tail, chunk_tokens, overlap } = room;
+    let most = head + tail;
+    let mut chunks = count.cut(context, chunk_tokens, overlap);
     let mut total = tokens(&chunks, count);
-    if total <= room {
+    if total <= most {
         return Cut { chunks, truncated: false };
     }
     // The overlaps of the chunks come on top of what the halves leave, so what is over goes away from both, in equal parts.
-    let (mut head, mut tail) = (head, tail);
     loop {
         let kept = ends(context, head, tail, count);
-        chunks = if kept.is_empty() { Vec::new() } else { count.cut(&kept, setup.chunk_tokens, setup.overlap) };
+        chunks = if kept.is_empty() { Vec::new() } else { count.cut(&kept, chunk_tokens, overlap) };
         total = tokens(&chunks, count);
-        if total <= room || head + tail == 0 {
+        if total <= most || head + tail == 0 {
             return Cut { chunks, truncated: true };
         }
-        let part = (total - room).div_ceil(2);
+        let part = (total - most).div_ceil(2);
         head = head.saturating_sub(part);
         tail = tail.saturating_sub(part);
     }

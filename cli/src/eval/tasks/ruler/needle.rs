@@ -87,9 +87,18 @@ impl Type {
     }
 }
 
-/// A prompt with `amount` words or lines of haystack. `seed` alone decides the order of needles, so that it is the same in
+/// What is the same in every prompt of a task.
+#[derive(Clone, Copy)]
+pub(super) struct Source<'a> {
+    pub(super) plan: Plan,
+    pub(super) essay: &'a Essay,
+    pub(super) seed: u64,
+}
+
+/// A prompt with `amount` words or lines of haystack. The seed of `source` alone decides the order of needles, so that it is the same in
 /// every prompt; `rng` draws everything else.
-pub(super) fn draft(plan: &Plan, amount: usize, essay: &Essay, seed: u64, rng: &mut ChaCha8Rng) -> Draft {
+pub(super) fn draft(source: Source<'_>, amount: usize, rng: &mut ChaCha8Rng) -> Draft {
+    let Source { plan, essay, seed } = source;
     let mut seen = HashSet::new();
     let mut keyed: Vec<(String, Vec<String>)> = Vec::with_capacity(plan.keys);
     for _ in 0..plan.keys {

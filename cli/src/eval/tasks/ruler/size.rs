@@ -1,7 +1,7 @@
 //! How many words or lines of haystack fit a prompt: a binary search on a trial prompt, then each prompt shrinks by the step
 //! until it fits, because its own draw may be longer (RULER's public generator).
 
-use super::needle::{Draft, Haystack, Plan, draft};
+use super::needle::{Draft, Haystack, Plan, Source, draft};
 use super::{OUTPUT_TOKENS, Setup, Task, random};
 use crate::eval::tasks::Count;
 use crate::failure::usage;
@@ -84,7 +84,7 @@ impl Fit<'_> {
     fn drawn(&self, label: &str, amount: usize) -> Draft {
         let Setup { seed, essay, length, .. } = *self.setup;
         let label = format!("{}-{length}-{label}", self.task.name());
-        draft(&self.plan, amount, essay, seed, &mut random::generator(seed, &label))
+        draft(Source { plan: self.plan, essay, seed }, amount, &mut random::generator(seed, &label))
     }
 
     fn fits(&self, draft: &Draft) -> bool {
