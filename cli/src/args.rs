@@ -56,6 +56,9 @@ pub(crate) enum Command {
         after_help = "Example: kvsplice compare --corpus wiki \"Who built the ferry?\" --strategies full,clip:0.2"
     )]
     Compare(Box<crate::compare::CompareFlags>),
+    /// Compare strategies on prompts whose right answer is known
+    #[cfg(feature = "client")]
+    Eval(Box<crate::eval::EvalFlags>),
     /// Measure this machine
     #[cfg(all(feature = "client", feature = "head", feature = "worker", feature = "cache"))]
     Bench(crate::bench::BenchFlags),
@@ -90,6 +93,8 @@ impl Command {
             Command::Ask(flags) => flags.is_embedded(),
             #[cfg(feature = "client")]
             Command::Compare(flags) => flags.is_embedded(),
+            #[cfg(feature = "client")]
+            Command::Eval(flags) => flags.is_embedded(),
             #[cfg(all(feature = "client", feature = "head", feature = "worker", feature = "cache"))]
             Command::Bench(_) => true,
             _ => false,
@@ -122,6 +127,8 @@ impl Command {
             Command::Ask(flags) => crate::ask::run(*flags).await,
             #[cfg(feature = "client")]
             Command::Compare(flags) => crate::compare::run(*flags).await,
+            #[cfg(feature = "client")]
+            Command::Eval(flags) => crate::eval::run(*flags).await,
             #[cfg(all(feature = "client", feature = "head", feature = "worker", feature = "cache"))]
             Command::Bench(flags) => crate::bench::run(flags).await,
         }

@@ -58,9 +58,31 @@ impl ConfigFlags {
     }
 
     /// Whether a flag names the object store.
-    #[cfg(all(feature = "client", feature = "head", feature = "worker", feature = "cache"))]
+    #[cfg(feature = "client")]
     pub(crate) fn names_store(&self) -> bool {
         self.object_store.is_some() || self.set.iter().any(|setting| setting.trim_start().starts_with("cache.store"))
+    }
+
+    /// The flags as words of a command line that reads the same configuration; without `--print-config`.
+    #[cfg(feature = "client")]
+    pub(crate) fn words(&self) -> Vec<String> {
+        let mut words = Vec::new();
+        let mut flag = |name: &str, value: Option<String>| words.extend(value.into_iter().flat_map(|value| [name.to_owned(), value]));
+        flag("--config", self.config.as_ref().map(|path| path.display().to_string()));
+        for setting in &self.set {
+            flag("--set", Some(setting.clone()));
+        }
+        flag("--log", self.log.clone());
+        flag("--primary", self.primary.clone());
+        flag("--auxiliary", self.auxiliary.clone());
+        flag("--dtype", self.dtype.clone());
+        flag("--device", self.device.clone());
+        flag("--shape", self.shape.clone());
+        flag("--object-store", self.object_store.clone());
+        if self.random_weights {
+            words.push("--random-weights".to_owned());
+        }
+        words
     }
 
     fn settings(&self) -> anyhow::Result<Vec<(String, Value)>> {
@@ -112,6 +134,11 @@ pub(crate) struct ServerFlags {
 
 #[cfg(feature = "client")]
 impl ServerFlags {
+    /// What a command with flags of its own was given; `timeout` in seconds.
+    pub(crate) const fn new(server: Option<String>, timeout: u64) -> Self {
+        Self { server, timeout }
+    }
+
     /// No server: the roles run inside the command.
     #[cfg(all(feature = "client", feature = "head", feature = "worker", feature = "cache"))]
     pub(crate) const fn embedded() -> Self {

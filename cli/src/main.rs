@@ -17,6 +17,8 @@ mod doctor;
 mod documents;
 #[cfg(feature = "client")]
 mod dump;
+#[cfg(feature = "client")]
+mod eval;
 mod failure;
 mod flags;
 #[cfg(feature = "client")]
