@@ -115,7 +115,7 @@ pub(crate) struct OptionFlags {
     /// clip: chunk or joint [default: chunk]
     #[arg(long)]
     softmax: Option<String>,
-    /// clip: auxiliary layers that score: last (the paper), or a range of depth such as 0.5..0.8
+    /// clip: auxiliary layers that score: last (the paper) or a range of depth [default: 0.5..0.8]
     #[arg(long, value_name = "LAYERS")]
     aux_layers: Option<String>,
     /// clip, guided: mean or max over rows and heads [default: mean]

@@ -130,7 +130,8 @@ impl Default for Options {
 }
 
 impl Options {
-    /// A strategy with its defaults, which are its paper's.
+    /// A strategy with its defaults. They are its paper's, except where measurements of this project say otherwise: `clip`
+    /// scores by the middle of the auxiliary model (docs/strategies.md), of which the paper takes the last layer.
     pub fn of(strategy: Strategy) -> Self {
         let two_part = if strategy == Ape { 0.9 } else { 1.0 };
         Self {
@@ -139,7 +140,7 @@ impl Options {
             budget: Budget::default(),
             group: if strategy == Blend { Group::NONE } else { Group::default() },
             softmax: Softmax::default(),
-            aux_layers: Depth::Last,
+            aux_layers: Depth::Range(0.5, 0.8),
             reduce: Reduce::default(),
             shared_prefix: true,
             renumber: true,

@@ -92,8 +92,9 @@ impl Default for Setup<'_> {
 
 /// A fact, a false trail and some filler need this much.
 const MIN_CHUNK_TOKENS: usize = 64;
-/// One false trail for so many tokens of a chunk.
-const TOKENS_A_TRAIL: usize = 60;
+/// One false trail for so many tokens of the prompt: with more, small models go wrong even under full attention, and
+/// then there is no answer to agree on.
+const TOKENS_A_TRAIL: usize = 160;
 /// More would need more names than there are.
 const MAX_TRAILS: usize = 1000;
 
