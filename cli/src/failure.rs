@@ -54,8 +54,10 @@ pub(crate) fn interrupted() -> anyhow::Error {
 #[cfg(feature = "client")]
 pub(crate) fn refused(status: Status, server: &str) -> anyhow::Error {
     let status = kvsplice_proto::client::explain(status);
-    let kind = kind_of(&status);
-    let hint = match status.code() {
+    // Only what went wrong at this end has a source: a connection that broke in the middle is no answer of the server.
+    let broke = matches!(status.code(), Code::Unknown | Code::Internal) && std::error::Error::source(&status).is_some();
+    let kind = if broke { Kind::Unavailable } else { kind_of(&status) };
+    let hint = match if broke { Code::Unavailable } else { status.code() } {
         Code::Unavailable => format!("; see that the server at {server} and those behind it are up (kvsplice doctor)"),
         Code::ResourceExhausted => "; try again later".to_owned(),
         Code::DeadlineExceeded => "; give it more time with --timeout".to_owned(),
@@ -200,5 +202,10 @@ mod tests {
         let error = refused(Status::unavailable("worker down"), "a:1");
         assert_eq!(exit_code(&error), 69);
         assert!(one_line(&error).contains("worker down; see that the server at a:1"));
+        // A connection that breaks, against a failure that the server tells.
+        let error = refused(Status::from_error("broken pipe".into()), "a:1");
+        assert_eq!(exit_code(&error), 69);
+        assert!(one_line(&error).contains("broken pipe; see that the server at a:1"), "{error}");
+        assert_eq!(exit_code(&refused(Status::unknown("lost"), "a:1")), 70);
     }
 }

@@ -67,7 +67,9 @@ impl ConfigFlags {
     #[cfg(feature = "client")]
     pub(crate) fn words(&self) -> Vec<String> {
         let mut words = Vec::new();
-        let mut flag = |name: &str, value: Option<String>| words.extend(value.into_iter().flat_map(|value| [name.to_owned(), value]));
+        let mut flag = |name: &str, value: Option<String>| {
+            words.extend(value.into_iter().flat_map(|value| [name.to_owned(), value]))
+        };
         flag("--config", self.config.as_ref().map(|path| path.display().to_string()));
         for setting in &self.set {
             flag("--set", Some(setting.clone()));

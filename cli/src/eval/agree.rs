@@ -76,7 +76,10 @@ mod tests {
                 auxiliary_source: String::new(),
                 tokens: kvsplice_kv::receipt::TokenCounts::default(),
                 spans: Vec::new(),
-                models: kvsplice_kv::receipt::Models { primary: ModelDigest([0; 32]), auxiliary: None },
+                models: kvsplice_kv::receipt::Models {
+                    primary: "00".repeat(32).parse::<ModelDigest>().unwrap(),
+                    auxiliary: None,
+                },
                 finish: String::new(),
             },
         }

@@ -17,7 +17,8 @@ pub(super) const EXAMPLES: &str = "Examples:\n  kvsplice eval agreement --sample
 /// Flags of `eval agreement`.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct AgreementFlags {
-    /// Strategies, each NAME, NAME:RATIO or NAME:OPTION=VALUE; full is always among them
+    /// Strategies, each NAME, NAME:RATIO or NAME:OPTION=VALUE; full is always among them. For craft, each prompt's chunks
+    /// are first captured in another order
     #[arg(long, value_name = "LIST", default_value = "full,direct,clip,guided")]
     strategies: String,
     /// Prompts in all, the kinds in turn

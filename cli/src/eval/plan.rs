@@ -70,8 +70,8 @@ impl Plan {
         }
         if let Some(options) = self.strategies.iter().find(|options| options.capture) {
             return Err(usage(format!(
-                "{options}: a capture computes the prompt in full and measures nothing; capture with kvsplice ask, or with \
-                 kvsplice eval tune craft, and measure craft afterward"
+                "{options}: a capture computes the prompt in full and measures nothing; name craft, whose chunks the command \
+                 captures in another order before it measures"
             )));
         }
         Ok(())

@@ -2,7 +2,10 @@
 //!
 //! Invariant: a strategy is compared with another only over the samples that both have finished.
 
+mod heat;
 mod interval;
+mod page;
+mod plot;
 mod table;
 #[cfg(test)]
 mod tests;
@@ -13,6 +16,7 @@ use std::path::Path;
 use serde::Serialize;
 use serde_json::Value;
 
+use self::heat::Heat;
 use self::interval::Interval;
 use super::store::{Header, Model, Record};
 use crate::failure::usage;
@@ -31,6 +35,8 @@ pub(super) struct Report {
     pub(super) tasks: Vec<String>,
     /// By set, then in the order in which the strategies were measured.
     pub(super) rows: Vec<Row>,
+    /// Sweeps over windows and thresholds among the rows.
+    pub(super) heats: Vec<Heat>,
 }
 
 /// One strategy on one set of samples.
@@ -129,6 +135,7 @@ impl Report {
             version: header.version.clone(),
             models: header.models.clone(),
             tasks,
+            heats: heat::of(&rows),
             rows,
         }
     }
@@ -255,14 +262,14 @@ fn quotient(part: Option<f64>, whole: Option<f64>) -> Option<f64> {
     (whole > 0.0).then(|| part / whole)
 }
 
-/// Writes `report.json` into the folder of the results.
+/// Writes `report.json` and `report.html` into the folder of the results.
 pub(super) fn write(folder: &Path, report: &Report) -> anyhow::Result<()> {
     let save = |name: &str, text: String| {
         let path = folder.join(name);
         std::fs::write(&path, text).map_err(|error| usage(format!("write {}: {error}", path.display())))
     };
     save("report.json", serde_json::to_string_pretty(report)?)?;
-    Ok(())
+    save("report.html", page::render(report)?)
 }
 
 /// The report as text on stdout.
@@ -270,6 +277,9 @@ pub(super) fn show(report: &Report) -> anyhow::Result<()> {
     output::line(table::overview(report))?;
     if let Some(tasks) = table::by_task(report) {
         output::line(format_args!("\n{tasks}"))?;
+    }
+    for heat in &report.heats {
+        output::line(format_args!("\nKL of {heat}"))?;
     }
     for row in &report.rows {
         for (text, count) in &row.replaced {

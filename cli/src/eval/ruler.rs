@@ -38,7 +38,8 @@ pub(crate) struct RulerFlags {
 /// Strategies, and how a context becomes chunks.
 #[derive(Args, Clone, Debug)]
 pub(super) struct CutFlags {
-    /// Strategies, each NAME, NAME:RATIO or NAME:OPTION=VALUE; full is always among them
+    /// Strategies, each NAME, NAME:RATIO or NAME:OPTION=VALUE; full is always among them. For craft, each prompt's chunks
+    /// are first captured in another order
     #[arg(long, value_name = "LIST", default_value = "full,direct,clip,guided")]
     pub(super) strategies: String,
     /// Tokens a chunk, at most

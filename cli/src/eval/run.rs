@@ -18,6 +18,7 @@ use super::progress::Progress;
 use super::report::{self, Report};
 use super::score::score;
 use super::store::{Answered, Header, Record, Store};
+use super::tune::capture;
 use crate::failure::interrupted;
 use crate::roles::Role;
 use crate::{output, session, signals, telemetry};
@@ -38,8 +39,14 @@ pub(super) async fn carry_out(
         let plan = make(client).await?;
         plan.check()?;
         let mut store = Store::open(&folder, Header::new(&plan, client.models().await?))?;
-        let measured = Runner { client, plan: &plan, json: flags.json }.measure(&mut store).await;
-        if let Err(error) = measured {
+        let measured = async {
+            if plan.strategies.iter().any(|options| options.strategy == Strategy::Craft) {
+                // What craft reuses comes from earlier prompts; without any it would be direct.
+                capture::all(client, &plan, &store, flags.json).await?;
+            }
+            Runner { client, plan: &plan, json: flags.json }.measure(&mut store).await
+        };
+        if let Err(error) = measured.await {
             let (done, all) = (store.records().len(), plan.pairs());
             let kept =
                 format!("{done} of {all} pairs are kept in {}; the same command goes on there", folder.display());

@@ -258,8 +258,10 @@ impl Store {
 
     /// Adds a pair and waits until it is on disk.
     pub(super) fn add(&mut self, record: Record) -> anyhow::Result<()> {
-        self.write(&serde_json::to_string(&record)?)?;
-        self.keep(record);
+        let line = serde_json::to_string(&record)?;
+        self.write(&line)?;
+        // As it will be read again: a number may differ in its last bit, and reports must not.
+        self.keep(serde_json::from_str(&line)?);
         Ok(())
     }
 

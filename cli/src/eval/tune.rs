@@ -1,7 +1,7 @@
 //! `kvsplice eval tune craft|ape|clip`: measures one strategy with several settings on generated validation prompts and names
 //! the setting to take: the least recomputed whose score holds (craft, clip), or the one nearest to full attention (ape).
 
-mod capture;
+pub(super) mod capture;
 mod choose;
 mod flags;
 mod outcome;

@@ -17,6 +17,13 @@ pub(crate) struct Interval {
     pub(crate) high: f64,
 }
 
+impl Interval {
+    /// The same in another unit.
+    pub(super) fn scaled(self, factor: f64) -> Self {
+        Self { mean: self.mean * factor, low: self.low * factor, high: self.high * factor }
+    }
+}
+
 /// The mean over groups of the mean over their values, each group resampled by itself; none without values.
 pub(super) fn of_mean(groups: &[Vec<f64>], seed: u64) -> Option<Interval> {
     let groups: Vec<&[f64]> = groups.iter().map(Vec::as_slice).filter(|group| !group.is_empty()).collect();

@@ -83,6 +83,13 @@ fn rows_compare_over_the_samples_that_both_have() {
     assert!(full.command.ends_with("--strategies full"));
     assert!(table::overview(&report).to_string().contains("33.3 %"));
     assert!(table::by_task(&report).unwrap().to_string().contains("needle"));
+    let page = page::render(&report).unwrap();
+    assert_eq!(page.matches("<svg").count(), 4, "quality against time and by task, for KL and score");
+    // Nothing is fetched, texts are escaped, and plots take the page's color.
+    assert!(page.contains("&#x27;a b=it") && page.contains("currentColor"), "{page}");
+    assert!(!page.contains("#000000") && !page.contains("<script") && !page.contains("src="));
+    let outside = page.replace("http://www.w3.org/2000/svg", "");
+    assert!(!outside.contains("http:") && !outside.contains("https:"));
 }
 
 #[test]

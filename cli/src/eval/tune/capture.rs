@@ -16,7 +16,7 @@ use crate::eval::tasks::Sample;
 ///
 /// # Errors
 /// What the server says.
-pub(super) async fn all(client: &Client, plan: &Plan, store: &Store, silent: bool) -> anyhow::Result<()> {
+pub(in crate::eval) async fn all(client: &Client, plan: &Plan, store: &Store, silent: bool) -> anyhow::Result<()> {
     let mut open = Vec::new();
     for (number, item) in plan.items.iter().enumerate() {
         for options in &plan.strategies {
