@@ -16,7 +16,7 @@ use tonic::Status;
 
 use crate::beginning::Beginning;
 use crate::decode::{Scores, Sequence};
-use crate::load::Loaded;
+use crate::load::{Loaded, WantedChunk};
 use crate::pass::{Batch, Pass};
 use crate::prefill::Prefill;
 use crate::prompt::Prompt;
@@ -147,18 +147,17 @@ impl Active {
         }
     }
 
-    /// The distinct chunks to load, by variant, with their places among all and their tokens. Remembers which parts use
-    /// which.
-    pub(crate) fn wanted(&mut self) -> Vec<(Variant, Vec<(usize, ChunkId, u32)>)> {
+    /// The distinct chunks to load, by variant. Remembers which parts use which.
+    pub(crate) fn wanted(&mut self) -> Vec<(Variant, Vec<WantedChunk>)> {
         let mut places: HashMap<(ChunkId, Variant), usize> = HashMap::new();
-        let mut wanted: Vec<(Variant, Vec<(usize, ChunkId, u32)>)> = Vec::new();
+        let mut wanted: Vec<(Variant, Vec<WantedChunk>)> = Vec::new();
         for (index, part) in self.request.parts.iter().enumerate() {
             let Some(id) = part.id().filter(|_| self.parts[index].cached) else { continue };
             let users = &mut self.users;
             let place = *places.entry((id, part.variant)).or_insert_with(|| {
                 let place = users.len();
                 users.push(Vec::new());
-                let chunk = (place, id, part.ids.len() as u32);
+                let chunk = WantedChunk { place, id, tokens: part.ids.len() as u32 };
                 match wanted.iter_mut().find(|(variant, _)| *variant == part.variant) {
                     Some((_, chunks)) => chunks.push(chunk),
                     None => wanted.push((part.variant, vec![chunk])),
@@ -253,7 +252,7 @@ impl Active {
             rows = rows.union(&prompt.all_selectable());
         }
         // What the beginning holds is exact: nothing there is computed.
-        let rows = rows.intersection(&RowRanges::from_ranges([self.beginning.tokens()..self.request.tokens()]));
+        let rows = rows.intersection(&RowRanges::from_range(self.beginning.tokens()..self.request.tokens()));
         self.timeline.rows_start = Some(self.request.now_ms());
         (prompt, rows.slots().collect(), placed)
     }

@@ -13,16 +13,24 @@ use kvsplice_proto::cache::{CacheClient, intact};
 use kvsplice_proto::{convert, v1};
 use tonic::Code;
 
+/// A chunk to fetch.
+pub(crate) struct WantedChunk {
+    /// Under which there will be news.
+    pub(crate) place: usize,
+    pub(crate) id: ChunkId,
+    pub(crate) tokens: u32,
+}
+
 /// What to fetch.
 pub(crate) struct Wanted {
-    /// Distinct chunks: the place under which there will be news, id and tokens.
-    pub(crate) chunks: Vec<(usize, ChunkId, u32)>,
+    /// Distinct ones.
+    pub(crate) chunks: Vec<WantedChunk>,
     pub(crate) layout: KvLayout,
     pub(crate) variant: Variant,
     pub(crate) lease: String,
 }
 
-/// News of a chunk, by the place that [`Wanted::chunks`] gives it.
+/// News of a chunk, by the place that [`WantedChunk`] gives it.
 #[derive(Debug)]
 pub(crate) enum Loaded {
     /// One layer, whole.
@@ -43,7 +51,7 @@ pub(crate) async fn load(cache: CacheClient, wanted: Wanted, mut sink: impl Asyn
         }
     };
     for (chunk, layers) in open.iter().enumerate() {
-        let chunk = wanted.chunks[chunk].0;
+        let chunk = wanted.chunks[chunk].place;
         if layers.is_some() && !sink(Loaded::Failed { chunk, reason: reason.clone(), service_down }).await {
             return;
         }
@@ -64,7 +72,7 @@ async fn fetch(
     sink: &mut impl AsyncFnMut(Loaded) -> bool,
 ) -> Result<(), tonic::Status> {
     let want = v1::Want {
-        chunks: wanted.chunks.iter().map(|(_, id, _)| id.to_string()).collect(),
+        chunks: wanted.chunks.iter().map(|chunk| chunk.id.to_string()).collect(),
         variant: wanted.variant.to_string(),
         lease: wanted.lease.clone(),
         ..v1::Want::default()
@@ -75,7 +83,7 @@ async fn fetch(
         let Some(frame) = frames.message().await? else { return Ok(()) };
         let chunk = frame.chunk as usize;
         let Some(Some(done)) = open.get_mut(chunk) else { continue };
-        let place = wanted.chunks[chunk].0;
+        let place = wanted.chunks[chunk].place;
         if !frame.error.is_empty() {
             open[chunk] = None;
             if !sink(Loaded::Failed { chunk: place, reason: frame.error, service_down: false }).await {
@@ -115,7 +123,7 @@ fn accept(
     frame: &v1::Frame,
 ) -> Result<Option<Bytes>, String> {
     let chunk = frame.chunk as usize;
-    let tokens = wanted.chunks[chunk].2;
+    let tokens = wanted.chunks[chunk].tokens;
     let row_bytes = wanted.layout.row_bytes();
     let half = tokens as usize * row_bytes;
     let fits = frame.layer < wanted.layout.layers

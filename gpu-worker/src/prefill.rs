@@ -206,7 +206,7 @@ impl Prefill {
             kept = Some(rows);
         }
         if self.layer + 1 == self.layers && self.capture.is_none() {
-            kept = Some(RowRanges::from_ranges([self.prompt.outputs.clone()]));
+            kept = Some(RowRanges::from_range(self.prompt.outputs.clone()));
         }
         let Some(kept) = kept else { return Ok(None) };
         let kept: Vec<usize> = (0..slots.len()).filter(|&row| kept.contains(slots[row])).collect();

@@ -65,7 +65,7 @@ impl Prompt {
             parts: request.parts.iter().map(|part| part.slots.clone()).collect(),
             chunks: chunk_parts().map(|(part, cached)| *cached && (counts_exact || !part.exact)).collect(),
             chunk_starts,
-            two_part: two_part.then(|| TwoPart { context, temperature: options.context_temperature, exponent }),
+            two_part: two_part.then_some(TwoPart { context, temperature: options.context_temperature, exponent }),
             outputs: first_output..last_output + 1,
             capture: request.capture,
         }

@@ -20,6 +20,11 @@ impl RowRanges {
         })
     }
 
+    /// The slots of one range.
+    pub fn from_range(range: Range<u32>) -> Self {
+        Self::from_ranges(std::iter::once(range))
+    }
+
     /// Builds from ranges in any order; overlaps merge and empty ranges vanish.
     pub fn from_ranges(ranges: impl IntoIterator<Item = Range<u32>>) -> Self {
         let mut ranges: Vec<_> = ranges.into_iter().filter(|range| range.start < range.end).collect();
