@@ -18,15 +18,18 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 use tracing::{Instrument, warn};
 
-use crate::Error;
+use crate::admission::Gate;
+use crate::disk::{Disk, Usage};
 use crate::fetch::{Fetcher, Miss};
 use crate::lookups::Lookups;
+use crate::memory::Memory;
 use crate::protect::Protection;
 use crate::put::{self, Uploads};
 use crate::records;
 use crate::store::{Store, chunk_path, object_path};
 use crate::stream::{self as chunks, Wanted};
-use crate::tier::{ObjectKey, Tier};
+use crate::tier::{Costs, ObjectKey, Removal};
+use crate::{Config, Error};
 
 /// Items in one list of a request.
 const MAX_ITEMS: usize = 1 << 16;
@@ -43,11 +46,29 @@ pub(crate) struct Service {
 }
 
 impl Service {
-    pub(crate) fn new(store: Store, memory_bytes: u64) -> Self {
+    /// Opens the tiers above `store`; reads the folder of the disk tier.
+    pub(crate) async fn open(mut store: Store, config: &Config) -> Result<Self, Error> {
         let protection = Arc::new(Protection::new());
-        let tier = Tier::new(memory_bytes, protection.clone());
-        let fetcher = Arc::new(Fetcher { store, tier, lookups: Lookups::default() });
-        Self { fetcher, protection, uploads: Arc::new(Uploads::new()) }
+        let lookups = Arc::new(Lookups::default());
+        let costs = Costs::new(config);
+        store.count_in(lookups.clone());
+        let memory = Memory::new(config.memory_bytes, config.eviction, protection.clone());
+        let gate = Gate::new(config.admission, protection.clone());
+        let disk = {
+            let (config, protection) = (config.clone(), protection.clone());
+            let (lookups, costs) = (lookups.clone(), costs.clone());
+            let open = move || Disk::open(&config, protection, lookups, costs);
+            tokio::task::spawn_blocking(open)
+                .await
+                .map_err(|error| Error::Config { field: "disk_dir", detail: format!("cannot be read: {error}") })?
+        };
+        let fetcher = Arc::new(Fetcher { store, memory, disk, gate, costs, lookups });
+        Ok(Self { fetcher, protection, uploads: Arc::new(Uploads::new()) })
+    }
+
+    /// What all requests read through.
+    pub(crate) fn fetcher(&self) -> Arc<Fetcher> {
+        self.fetcher.clone()
     }
 }
 
@@ -176,13 +197,8 @@ impl Cache for Service {
         };
         let removals: Vec<_> = paths.into_iter().map(remove).collect();
         let removed: Vec<Option<String>> = stream::iter(removals).buffered(PARALLEL).try_collect().await?;
-        for chunk in &chunks {
-            self.fetcher.tier.remove_chunk(chunk);
-        }
-        for key in &single {
-            // Without its header an object is looked up in the store again; its layers make room for others in time.
-            self.fetcher.tier.forget_header(key);
-        }
+        let gone = Removal { chunks: chunks.into_iter().collect(), objects: single.into_iter().collect() };
+        self.fetcher.remove(gone).await;
         Ok(Response::new(DeleteResponse { removed: removed.into_iter().flatten().collect() }))
     }
 
@@ -198,12 +214,15 @@ impl Cache for Service {
     }
 
     async fn stats(&self, _: Request<StatsRequest>) -> Result<Response<StatsResponse>, Status> {
-        let (bytes, entries, limit_bytes) = self.fetcher.tier.usage();
-        let memory = TierStats { name: "memory".into(), bytes, limit_bytes, entries };
-        let object = TierStats { name: "object".into(), ..TierStats::default() };
+        let (bytes, entries, limit_bytes) = self.fetcher.memory.usage();
+        let mut tiers = vec![TierStats { name: "memory".into(), bytes, limit_bytes, entries }];
+        if let Some(Usage { bytes, limit_bytes, layers }) = self.fetcher.disk.usage() {
+            tiers.push(TierStats { name: "disk".into(), bytes, limit_bytes, entries: layers });
+        }
+        tiers.push(TierStats { name: "object".into(), ..TierStats::default() });
         let (leases, pins) = self.protection.counts();
         Ok(Response::new(StatsResponse {
-            tiers: vec![memory, object],
+            tiers,
             leases: leases as u32,
             pins: pins as u32,
             lookups: self.fetcher.lookups.snapshot(),

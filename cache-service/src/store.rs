@@ -22,6 +22,7 @@ use tokio::sync::Semaphore;
 use url::Url;
 
 use crate::error::{Fault, root};
+use crate::lookups::{Lookups, Outcome};
 use crate::tier::ObjectKey;
 use crate::{Config, Error};
 
@@ -36,6 +37,7 @@ pub(crate) struct Store {
     name: String,
     timeout: Duration,
     reads: Semaphore,
+    lookups: Arc<Lookups>,
 }
 
 /// Opens the store that `config` names and proves that it can be written.
@@ -132,7 +134,12 @@ fn bucket<'a>(url: &'a Url, failed: &dyn Fn(String, &'static str) -> Error) -> R
 
 impl Store {
     pub(crate) fn new(inner: Arc<dyn ObjectStore>, name: String, timeout: Duration) -> Self {
-        Self { inner, name, timeout, reads: Semaphore::new(MAX_READS) }
+        Self { inner, name, timeout, reads: Semaphore::new(MAX_READS), lookups: Arc::default() }
+    }
+
+    /// Counts failed calls in `lookups` from now on.
+    pub(crate) fn count_in(&mut self, lookups: Arc<Lookups>) {
+        self.lookups = lookups;
     }
 
     /// The URL without credentials.
@@ -153,10 +160,26 @@ impl Store {
         action: &'static str,
         call: impl Future<Output = object_store::Result<T>>,
     ) -> Result<T, Error> {
-        match tokio::time::timeout(self.timeout, call).await {
+        let result = match tokio::time::timeout(self.timeout, call).await {
             Ok(result) => result.map_err(|source| Error::Store { action, source }),
             Err(_elapsed) => Err(Error::StoreTimeout { action, seconds: self.timeout.as_secs() }),
+        };
+        if let Err(error) = &result {
+            self.count(error);
         }
+        result
+    }
+
+    fn count(&self, error: &Error) {
+        let outcome = match (error, error.fault()) {
+            // Answers, not failures.
+            (_, Fault::NotFound | Fault::Exists | Fault::Changed) => return,
+            (_, Fault::Full) => Outcome::StoreFull,
+            (_, Fault::Refused) => Outcome::StoreRefused,
+            (Error::StoreTimeout { .. }, _) => Outcome::StoreTimeout,
+            (_, Fault::Other) => Outcome::StoreError,
+        };
+        self.lookups.count(outcome);
     }
 
     async fn read(&self, action: &'static str, path: &Path, options: GetOptions) -> Result<(ObjectMeta, Bytes), Error> {

@@ -152,6 +152,15 @@ pub(crate) async fn eventually(what: &str, holds: impl Fn() -> bool) {
     }
 }
 
+/// Like [`eventually`], for what has to be asked for.
+pub(crate) async fn eventually_so(what: &str, holds: impl AsyncFn() -> bool) {
+    let deadline = Instant::now() + DEADLINE;
+    while !holds().await {
+        assert!(Instant::now() < deadline, "never: {what}");
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+}
+
 /// What a read of the store does.
 #[derive(Clone)]
 pub(crate) enum Read {
