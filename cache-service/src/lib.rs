@@ -22,6 +22,7 @@ mod service;
 mod store;
 mod stream;
 mod tier;
+pub mod trace;
 
 use std::future::Future;
 use std::sync::Arc;

@@ -212,7 +212,7 @@ async fn the_limit_holds_for_the_files_and_leased_chunks_stay() {
         }
         assert_eq!(sources(&server, leased).await, ["disk"]);
         assert_eq!(sources(&server, pinned).await, ["disk"]);
-        assert!(lookups(&server, "disk/evicted").await > 0);
+        eventually_so("others are evicted", async || lookups(&server, "disk/evicted").await > 0).await;
         server.stop().await;
         assert!(files(folder.path()).1 <= limit + limit / 100);
     }

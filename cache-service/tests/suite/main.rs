@@ -5,4 +5,5 @@ mod conformance;
 mod disk;
 mod faults;
 mod files;
+mod s3;
 mod support;

@@ -7,9 +7,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use futures::StreamExt;
+use futures::future::BoxFuture;
 use futures::stream::BoxStream;
-use kvsplice_cache_service::{Config, run_with_store};
+use futures::{FutureExt, StreamExt};
+use kvsplice_cache_service::{Config, run, run_with_store};
 use kvsplice_kv::{ChunkId, ChunkKey, Encoding, KvLayout, ModelDigest, Variant, object};
 use kvsplice_proto::cache::{CacheClient, intact};
 use kvsplice_proto::v1::{Frame, Want};
@@ -42,13 +43,26 @@ impl Server {
 
     pub(crate) async fn start_with(store: Arc<dyn ObjectStore>, config: Config) -> Self {
         let config = Config { store: "memory://test".into(), grace_s: 5, ..config };
+        Self::serve(|listener, shutdown| run_with_store(store, config, listener, shutdown)).await
+    }
+
+    /// Like a program does: on the store that the URL names.
+    pub(crate) async fn open(config: Config) -> Self {
+        let config = Config { grace_s: 5, ..config };
+        Self::serve(|listener, shutdown| run(config, listener, shutdown)).await
+    }
+
+    async fn serve<F>(run: impl FnOnce(TcpListener, BoxFuture<'static, ()>) -> F) -> Self
+    where
+        F: Future<Output = std::result::Result<(), kvsplice_cache_service::Error>> + Send + 'static,
+    {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let (stop, stopped) = oneshot::channel();
         let shutdown = async move {
             let _ = stopped.await;
         };
-        let task = tokio::spawn(run_with_store(store, config, listener, shutdown));
+        let task = tokio::spawn(run(listener, shutdown.boxed()));
         let channel = client::channel(&address.to_string()).unwrap();
         Self { client: CacheClient::new(channel.clone(), DEADLINE), channel, stop, task }
     }
