@@ -84,6 +84,22 @@ pub enum Error {
         #[source]
         source: object_store::Error,
     },
+    /// The object store sent less than it announced.
+    #[error("{action} in the store: {got} of {need} bytes arrived")]
+    ShortRead {
+        /// What it was asked to do.
+        action: &'static str,
+        /// Bytes that came.
+        got: u64,
+        /// Bytes that it announced.
+        need: u64,
+    },
+    /// A record is not as it was written.
+    #[error("record {key:?} is damaged; if it stays so, delete it and ingest its documents again")]
+    DamagedRecord {
+        /// The key.
+        key: String,
+    },
     /// The object store did not answer in time.
     #[error("{action} in the store: no answer within {seconds} s")]
     StoreTimeout {
@@ -161,7 +177,8 @@ impl From<Error> for Status {
             Error::Request { .. } | Error::Convert { .. } | Error::Refused { .. } => Code::InvalidArgument,
             Error::NoRecord { .. } => Code::NotFound,
             Error::TooMany { .. } => Code::ResourceExhausted,
-            Error::StoreTimeout { .. } => Code::Unavailable,
+            Error::StoreTimeout { .. } | Error::ShortRead { .. } => Code::Unavailable,
+            Error::DamagedRecord { .. } => Code::DataLoss,
             Error::Store { source, .. } => match fault(source) {
                 Fault::NotFound => Code::NotFound,
                 Fault::Exists => Code::AlreadyExists,

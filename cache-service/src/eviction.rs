@@ -16,9 +16,10 @@ use serde::{Deserialize, Serialize};
 #[serde(rename_all = "lowercase")]
 pub enum Eviction {
     /// The one asked for longest ago.
-    #[default]
     Lru,
-    /// The one whose recompute cost × frequency ÷ bytes is lowest, aged by a clock.
+    /// The one whose recompute cost × frequency ÷ bytes is lowest, aged by a clock. The default: on Zipf traces it hits more
+    /// bytes and saves more recompute time at every size (see `trace`).
+    #[default]
     Value,
 }
 
@@ -141,7 +142,7 @@ impl<K: Copy + Eq + Hash, V> Book<K, V> {
                 }
             }
         }
-        while self.bytes + bytes > self.limit_bytes {
+        while self.bytes > self.limit_bytes - bytes {
             let Some((rank, key)) = self.order.pop_first() else { return (evicted, false) };
             if protected(&key) {
                 if self.parked.is_empty() {
@@ -165,7 +166,7 @@ impl<K: Copy + Eq + Hash, V> Book<K, V> {
     /// Holds `value` if [`Book::make_room`] has made room for it. `cost_us`: microseconds that computing it anew takes.
     pub(crate) fn insert(&mut self, key: K, value: V, bytes: u64, cost_us: f64) {
         self.remove(&key);
-        if self.bytes + bytes > self.limit_bytes {
+        if bytes > self.limit_bytes - self.bytes {
             return;
         }
         self.bytes += bytes;

@@ -142,20 +142,35 @@ impl Fetcher {
         let header = match Header::parse(&start) {
             Err(object::Error::Truncated { need, .. }) if need > start.len() && meta.size >= need as u64 => {
                 start = self.store.range(&path, meta.e_tag.as_deref(), 0..need).await?;
-                Header::parse(&start)?
+                let header = Header::parse(&start);
+                if header.as_ref().is_ok_and(|header| header.layout.header_bytes() < need) {
+                    // The first reading had another length.
+                    self.store.count_fault(&object::Error::DamagedHeader);
+                }
+                header
             }
-            other => other?,
+            other => other,
         };
-        header.check_id(key.chunk)?;
-        header.check_variant(key.variant)?;
-        let need = header.object_bytes() as u64;
-        if meta.size < need {
-            return Err(Miss::Truncated(format!("{} bytes, need {need}", meta.size)));
+        let checked = header.and_then(|header| {
+            header.check_id(key.chunk)?;
+            header.check_variant(key.variant)?;
+            let (got, need) = (usize::try_from(meta.size).unwrap_or(usize::MAX), header.object_bytes());
+            if got < need {
+                return Err(object::Error::Truncated { got, need });
+            }
+            if got > need {
+                let (expected, found) = (format!("{need} bytes"), format!("{got} bytes"));
+                return Err(object::Error::Foreign { what: "size", expected, found });
+            }
+            Ok(header)
+        });
+        match checked {
+            Ok(header) => Ok(Arc::new(Object { key: *key, header, origin: Origin::Store(meta.e_tag) })),
+            Err(error) => {
+                self.store.count_fault(&error);
+                Err(error.into())
+            }
         }
-        if meta.size > need {
-            return Err(Miss::Foreign(format!("{} bytes, expected {need}", meta.size)));
-        }
-        Ok(Arc::new(Object { key: *key, header, origin: Origin::Store(meta.e_tag) }))
     }
 
     /// The first of `layers`, and as many of the following ones as come with it cheaply. `layers` ascend without a gap.
@@ -218,13 +233,28 @@ impl Fetcher {
         self.load(&work, e_tag.as_deref(), claims).await
     }
 
-    /// Reads the claimed layers from the store.
+    /// Reads the claimed layers from the store; once more if the first of them does not verify.
     async fn load(&self, work: &Work<'_>, e_tag: Option<&str>, claims: Vec<Claim<'_>>) -> Result<Vec<Loaded>, Attempt> {
+        let object = work.object;
+        let mut verified = self.read_layers(work, e_tag, claims.len()).await?;
+        if verified.layers.is_empty() {
+            verified = self.read_layers(work, e_tag, 1).await?;
+        }
+        match verified.failure {
+            // The good layers go out first; the damaged one fails alone when it is asked for.
+            Some(error) if verified.layers.is_empty() => {
+                self.discard(object, e_tag).await;
+                Err(Attempt::Missed(error.into()))
+            }
+            _ => Ok(self.fill(work, claims, verified.layers, Outcome::Object)),
+        }
+    }
+
+    async fn read_layers(&self, work: &Work<'_>, e_tag: Option<&str>, count: usize) -> Result<Verified, Attempt> {
         let Work { object, first, .. } = *work;
-        let last = first + claims.len() as u32 - 1;
+        let last = first + (count.max(1) - 1) as u32;
         let range = object.header.layer_range(first).start..object.header.layer_range(last).end;
-        let path = object_path(&object.key);
-        let bytes = match self.store.range(&path, e_tag, range).await {
+        let bytes = match self.store.range(&object_path(&object.key), e_tag, range).await {
             Ok(bytes) => bytes,
             Err(error) => {
                 return Err(match error.fault() {
@@ -237,15 +267,11 @@ impl Fetcher {
                 });
             }
         };
-        let Verified { layers, failure } = verify(object.clone(), first, bytes).await.map_err(Attempt::Missed)?;
-        match failure {
-            // The good layers go out first; the damaged one fails alone when it is asked for.
-            Some(error) if layers.is_empty() => {
-                self.discard(object, e_tag).await;
-                Err(Attempt::Missed(error.into()))
-            }
-            _ => Ok(self.fill(work, claims, layers, Outcome::Object)),
+        let verified = verify(object.clone(), first, bytes).await.map_err(Attempt::Missed)?;
+        if let Some(error) = &verified.failure {
+            self.store.count_fault(error);
         }
+        Ok(verified)
     }
 
     /// Hands verified layers to those who wait, and to the tiers above the one that they came from.

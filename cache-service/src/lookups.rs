@@ -54,6 +54,12 @@ outcomes! {
     StoreRefused = "store/refused",
     StoreTimeout = "store/timeout",
     StoreError = "store/error",
+    /// Reads that brought less than the store announced.
+    StoreShort = "store/short",
+    // What the store gave that is not as it was written; a second reading may have been right.
+    StoreDamaged = "store/damaged",
+    StoreTruncated = "store/truncated",
+    StoreForeign = "store/foreign",
 }
 
 /// One counter an outcome, since the process started.

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures::TryStreamExt;
-use kvsplice_kv::ChunkId;
+use kvsplice_kv::{ChunkId, object};
 use object_store::aws::AmazonS3Builder;
 use object_store::local::LocalFileSystem;
 use object_store::memory::InMemory;
@@ -187,17 +187,32 @@ impl Store {
         let _permit = self.reads.acquire().await.ok();
         let call = async {
             let result = self.inner.get_opts(path, options).await?;
-            let meta = result.meta.clone();
-            Ok((meta, result.bytes().await?))
+            let (meta, range) = (result.meta.clone(), result.range.clone());
+            Ok((meta, range, result.bytes().await?))
         };
-        self.within(action, call).await
+        let (meta, range, bytes) = self.within(action, call).await?;
+        let (got, need) = (bytes.len() as u64, range.end.saturating_sub(range.start));
+        if got != need {
+            self.lookups.count(Outcome::StoreShort);
+            return Err(Error::ShortRead { action, got, need });
+        }
+        Ok((meta, bytes))
+    }
+
+    /// Counts what was read and is not as it was written.
+    pub(crate) fn count_fault(&self, error: &object::Error) {
+        self.lookups.count(match error {
+            object::Error::Truncated { .. } => Outcome::StoreTruncated,
+            object::Error::Foreign { .. } | object::Error::OutOfRange { .. } => Outcome::StoreForeign,
+            object::Error::DamagedHeader | object::Error::DamagedLayer { .. } => Outcome::StoreDamaged,
+        });
     }
 
     /// The first `bytes` bytes of an object, fewer if it is shorter, and what the store knows of it.
     pub(crate) async fn start_of(&self, path: &Path, bytes: usize) -> Result<(ObjectMeta, Bytes), Error> {
         let range = GetRange::Bounded(0..bytes as u64);
         match self.read("read a header", path, GetOptions { range: Some(range), ..GetOptions::default() }).await {
-            Err(error) if error.fault() == Fault::Other => {
+            Err(error) if matches!(error, Error::Store { .. }) && error.fault() == Fault::Other => {
                 // A range of an empty object is an error in every store.
                 let meta = self.within("look up an object", self.inner.head(path)).await?;
                 if meta.size == 0 { Ok((meta, Bytes::new())) } else { Err(error) }

@@ -159,6 +159,7 @@ mod tests {
             let second = run(Eviction::Lru, Admission::Second);
             run(Eviction::Value, Admission::Second);
             assert!(value.saved_us > 1.1 * lru.saved_us);
+            assert!(value.hit_bytes > lru.hit_bytes);
             assert!(second.hit_bytes > lru.hit_bytes);
         }
     }

@@ -436,9 +436,13 @@ impl Shared {
         let written = written.and_then(|()| self.folder.write(key, &job.object.header, &job.layers));
         if let Err(error) = written.and_then(|()| self.note(job)) {
             self.lookups.count(reason(&error));
+            self.remove(key);
+            if error.kind() == ErrorKind::NotFound {
+                warn!(chunk = %key.chunk, "somebody else removed a file of the disk tier");
+                return;
+            }
             warn!(chunk = %key.chunk, %error, pause = ?PAUSE, "the disk tier cannot be written and pauses");
             *hold(&self.paused_until) = Some(Instant::now() + PAUSE);
-            self.remove(key);
         }
     }
 
@@ -508,3 +512,6 @@ fn reason(error: &io::Error) -> Outcome {
 pub(crate) fn default_folder(home: &Path) -> std::path::PathBuf {
     home.join("disk")
 }
+
+#[cfg(test)]
+mod tests;

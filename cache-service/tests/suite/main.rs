@@ -5,5 +5,7 @@ mod conformance;
 mod disk;
 mod faults;
 mod files;
+mod fuzz;
 mod s3;
+mod storm;
 mod support;
