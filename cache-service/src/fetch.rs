@@ -332,13 +332,13 @@ enum Attempt {
 }
 
 /// The leading layers that are as they were written, and what is wrong with the next one, if any.
-struct Verified {
-    layers: Vec<Layer>,
-    failure: Option<object::Error>,
+pub(crate) struct Verified {
+    pub(crate) layers: Vec<Layer>,
+    pub(crate) failure: Option<object::Error>,
 }
 
 /// Hashes and cuts; off the async threads, for it may take milliseconds.
-async fn verify(object: Arc<Object>, first: u32, bytes: Bytes) -> Result<Verified, Miss> {
+pub(crate) async fn verify(object: Arc<Object>, first: u32, bytes: Bytes) -> Result<Verified, Miss> {
     let work = move || {
         let header = &object.header;
         let mut verified = Verified { layers: Vec::new(), failure: None };

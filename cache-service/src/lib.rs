@@ -13,6 +13,7 @@ mod error;
 mod eviction;
 mod fetch;
 mod frame;
+mod gc;
 mod lookups;
 mod memory;
 mod protect;
@@ -23,6 +24,7 @@ mod store;
 mod stream;
 mod tier;
 pub mod trace;
+mod verify;
 
 use std::future::Future;
 use std::sync::Arc;

@@ -8,10 +8,10 @@ use kvsplice_kv::ChunkId;
 use kvsplice_proto::convert;
 use kvsplice_proto::v1::cache_server::Cache;
 use kvsplice_proto::v1::{
-    ContainsRequest, ContainsResponse, DeleteRequest, DeleteResponse, Frame, GetChunksRequest, GetRecordRequest,
-    GetRecordResponse, ListRecordsRequest, ListRecordsResponse, PinRequest, PinResponse, PutChunkRequest,
-    PutChunkResponse, PutRecordRequest, PutRecordResponse, StatsRequest, StatsResponse, Tier as TierStats,
-    get_chunks_request,
+    CollectOrphansRequest, CollectOrphansResponse, ContainsRequest, ContainsResponse, DeleteRequest, DeleteResponse,
+    Frame, GetChunksRequest, GetRecordRequest, GetRecordResponse, ListRecordsRequest, ListRecordsResponse, PinRequest,
+    PinResponse, PutChunkRequest, PutChunkResponse, PutRecordRequest, PutRecordResponse, StatsRequest, StatsResponse,
+    Tier as TierStats, VerifyRequest, VerifyResponse, get_chunks_request,
 };
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
@@ -29,12 +29,12 @@ use crate::records;
 use crate::store::{Store, chunk_path, object_path};
 use crate::stream::{self as chunks, Wanted};
 use crate::tier::{Costs, ObjectKey, Removal};
-use crate::{Config, Error};
+use crate::{Config, Error, gc, verify};
 
 /// Items in one list of a request.
 const MAX_ITEMS: usize = 1 << 16;
 /// Objects that one request looks up or removes at once.
-const PARALLEL: usize = 32;
+pub(crate) const PARALLEL: usize = 32;
 /// How long the first message of a stream may take.
 const FIRST_MESSAGE: Duration = Duration::from_secs(30);
 
@@ -211,6 +211,18 @@ impl Cache for Service {
             self.protection.pin(&chunks)?;
         }
         Ok(Response::new(PinResponse {}))
+    }
+
+    async fn collect_orphans(
+        &self,
+        request: Request<CollectOrphansRequest>,
+    ) -> Result<Response<CollectOrphansResponse>, Status> {
+        Ok(Response::new(gc::collect(&self.fetcher, &self.protection, request.into_inner()).await?))
+    }
+
+    async fn verify(&self, request: Request<VerifyRequest>) -> Result<Response<VerifyResponse>, Status> {
+        let chunks = chunk_ids("chunks", &request.into_inner().chunks)?;
+        Ok(Response::new(verify::verify(&self.fetcher, &chunks).await?))
     }
 
     async fn stats(&self, _: Request<StatsRequest>) -> Result<Response<StatsResponse>, Status> {

@@ -287,15 +287,20 @@ impl Store {
         }
     }
 
-    /// The paths below `prefix`, ascending. The time limit holds for each step of the listing.
+    /// The paths below `prefix`, ascending.
     pub(crate) async fn list(&self, prefix: &Path) -> Result<Vec<Path>, Error> {
+        Ok(self.list_objects(prefix).await?.into_iter().map(|meta| meta.location).collect())
+    }
+
+    /// What is below `prefix`, by ascending path. The time limit holds for each step of the listing.
+    pub(crate) async fn list_objects(&self, prefix: &Path) -> Result<Vec<ObjectMeta>, Error> {
         let mut entries = self.inner.list(Some(prefix));
-        let mut paths = Vec::new();
+        let mut metas = Vec::new();
         while let Some(meta) = self.within("list", entries.try_next()).await? {
-            paths.push(meta.location);
+            metas.push(meta);
         }
-        paths.sort_unstable();
-        Ok(paths)
+        metas.sort_unstable_by(|a, b| a.location.cmp(&b.location));
+        Ok(metas)
     }
 }
 
@@ -330,14 +335,24 @@ impl Upload<'_> {
 /// Bytes that an upload holds beside those it is given.
 pub(crate) const UPLOAD_BYTES: usize = (Upload::PARTS + 1) * PART_BYTES;
 
+/// The folder of all chunk KV.
+pub(crate) const KV: &str = "kv";
+
 /// The path of one variant of a chunk.
 pub(crate) fn object_path(key: &ObjectKey) -> Path {
-    Path::from_iter(["kv".to_owned(), key.chunk.to_string(), key.variant.to_string()])
+    Path::from_iter([KV.to_owned(), key.chunk.to_string(), key.variant.to_string()])
+}
+
+/// The chunk and variant of a path; none for what is not chunk KV of a known form.
+pub(crate) fn object_key(path: &Path) -> Option<ObjectKey> {
+    let (chunk, variant) = path.as_ref().strip_prefix(KV)?.strip_prefix('/')?.split_once('/')?;
+    let key = ObjectKey { chunk: chunk.parse().ok()?, variant: variant.parse().ok()? };
+    (object_path(&key) == *path).then_some(key)
 }
 
 /// The folder of all variants of a chunk.
 pub(crate) fn chunk_path(chunk: &ChunkId) -> Path {
-    Path::from_iter(["kv".to_owned(), chunk.to_string()])
+    Path::from_iter([KV.to_owned(), chunk.to_string()])
 }
 
 #[cfg(test)]

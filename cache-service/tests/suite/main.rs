@@ -6,6 +6,7 @@ mod disk;
 mod faults;
 mod files;
 mod fuzz;
+mod lifecycle;
 mod s3;
 mod storm;
 mod support;

@@ -85,8 +85,16 @@ pub(crate) struct Chunk {
 
 /// A chunk of `layers` layers with 2 KiB a row, whose bytes depend on `seed`.
 pub(crate) fn chunk(seed: u32, layers: u32, tokens: u32) -> Chunk {
+    chunk_of(&ChunkKey::new(MODEL, &PREFIX, &[seed, tokens, layers], "default"), seed, layers, tokens)
+}
+
+pub(crate) const MODEL: ModelDigest = ModelDigest::from_bytes([5; 32]);
+/// The prefix of every [`chunk`].
+pub(crate) const PREFIX: [u32; 2] = [1, 2];
+
+/// Like [`chunk`], of another key.
+pub(crate) fn chunk_of(key: &ChunkKey, seed: u32, layers: u32, tokens: u32) -> Chunk {
     let layout = KvLayout { layers, kv_heads: 8, head_dim: 128, encoding: Encoding::Bf16 };
-    let key = ChunkKey::new(ModelDigest::from_bytes([5; 32]), &[1, 2], &[seed, tokens, layers], "default");
     let mut state = seed.wrapping_mul(2_654_435_761) | 1;
     let mut next = || {
         state ^= state << 13;
@@ -95,7 +103,7 @@ pub(crate) fn chunk(seed: u32, layers: u32, tokens: u32) -> Chunk {
         state as u8
     };
     let data: Vec<Vec<u8>> = (0..layers).map(|_| (0..layout.layer_bytes(tokens)).map(|_| next()).collect()).collect();
-    let object = object::write(&key, &layout, VARIANT, tokens, "f32", &data).unwrap();
+    let object = object::write(key, &layout, VARIANT, tokens, "f32", &data).unwrap();
     Chunk { id: key.id(), object: object.into(), layers: data }
 }
 
