@@ -84,6 +84,41 @@ pub enum Error {
         #[source]
         source: object_store::Error,
     },
+    /// The object store sent less than it announced.
+    #[error("{action} in the store: {got} of {need} bytes arrived")]
+    ShortRead {
+        /// What it was asked to do.
+        action: &'static str,
+        /// Bytes that came.
+        got: u64,
+        /// Bytes that it announced.
+        need: u64,
+    },
+    /// A record is not as it was written.
+    #[error("record {key:?} is damaged; if it stays so, delete it and ingest its documents again")]
+    DamagedRecord {
+        /// The key.
+        key: String,
+    },
+    /// An object that must be read to know whether it is needed was not.
+    #[error("read {path}: {detail}; nothing is removed")]
+    Unread {
+        /// Its path.
+        path: String,
+        /// Why not.
+        detail: String,
+    },
+    /// A record is not what a document or a corpus is.
+    #[error("record {key:?} is not a {what}: {source}; nothing is removed")]
+    ForeignRecord {
+        /// The key.
+        key: String,
+        /// What it should be.
+        what: &'static str,
+        /// What is wrong.
+        #[source]
+        source: serde_json::Error,
+    },
     /// The object store did not answer in time.
     #[error("{action} in the store: no answer within {seconds} s")]
     StoreTimeout {
@@ -161,7 +196,8 @@ impl From<Error> for Status {
             Error::Request { .. } | Error::Convert { .. } | Error::Refused { .. } => Code::InvalidArgument,
             Error::NoRecord { .. } => Code::NotFound,
             Error::TooMany { .. } => Code::ResourceExhausted,
-            Error::StoreTimeout { .. } => Code::Unavailable,
+            Error::StoreTimeout { .. } | Error::ShortRead { .. } | Error::Unread { .. } => Code::Unavailable,
+            Error::DamagedRecord { .. } | Error::ForeignRecord { .. } => Code::DataLoss,
             Error::Store { source, .. } => match fault(source) {
                 Fault::NotFound => Code::NotFound,
                 Fault::Exists => Code::AlreadyExists,

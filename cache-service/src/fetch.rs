@@ -1,7 +1,8 @@
-//! Reads headers and layers through the memory tier, and says why when it cannot.
+//! Reads headers and layers through the tiers, and says why when it cannot.
 //!
-//! A layer is verified once, when it enters the tier. Adjacent layers that nobody has are read together. An object whose
-//! layer does not match its digest is removed from the store, so that a repair can put it anew.
+//! A layer is verified when it is read into memory, from the disk tier too. Adjacent layers that nobody has are read
+//! together. An object whose layer does not match its digest is removed from where it was read: from the disk tier the
+//! store takes its place, from the store so that a repair can put it anew.
 
 use std::fmt;
 use std::sync::Arc;
@@ -11,10 +12,13 @@ use kvsplice_kv::object::{self, FIRST_READ_BYTES, Header};
 use tracing::{debug, warn};
 
 use crate::Error;
+use crate::admission::Gate;
+use crate::disk::Disk;
 use crate::error::Fault;
 use crate::lookups::{Lookups, Outcome};
+use crate::memory::{Claim, Lookup, Memory};
 use crate::store::{Store, object_path};
-use crate::tier::{Layer, LayerKey, Lookup, Object, ObjectKey, Tier};
+use crate::tier::{Costs, Layer, LayerKey, Object, ObjectKey, Origin, Removal};
 
 /// Why a chunk cannot be sent. Its text starts with one stable word, the one before the colon.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -79,21 +83,56 @@ pub(crate) struct Loaded {
     pub(crate) layer: u32,
     /// K, then V.
     pub(crate) bytes: Bytes,
-    /// The tier: `memory` or `object`.
+    /// The tier: `memory`, `disk` or `object`.
     pub(crate) source: &'static str,
 }
 
-/// Reads through the memory tier.
+/// Reads through the tiers.
 pub(crate) struct Fetcher {
     pub(crate) store: Store,
-    pub(crate) tier: Tier,
-    pub(crate) lookups: Lookups,
+    pub(crate) memory: Memory,
+    pub(crate) disk: Disk,
+    pub(crate) gate: Gate,
+    pub(crate) costs: Costs,
+    pub(crate) lookups: Arc<Lookups>,
 }
 
 impl Fetcher {
+    /// Notes that a stream asks for a chunk, for the tiers' admission and eviction.
+    pub(crate) fn ask(&self, key: &ObjectKey) {
+        self.gate.ask(key);
+        // Whatever tier serves it: else a chunk that is always served from memory would be the first to leave the disk.
+        self.disk.touch(key);
+    }
+
     /// The object's header, checked against its id, variant and size.
     pub(crate) async fn object(&self, key: &ObjectKey) -> Result<Arc<Object>, Miss> {
-        self.tier.header(key, self.read_object(key)).await
+        let read = async {
+            match self.disk.object(key).await {
+                Some(object) => Ok(Arc::new(object)),
+                None => self.read_object(key).await,
+            }
+        };
+        self.memory.header(key, read).await
+    }
+
+    /// Lets verified layers that were just written into the tiers. `epoch`: the disk tier's, from before.
+    pub(crate) fn keep(&self, object: &Arc<Object>, layers: Vec<(u32, Layer)>, epoch: u64) {
+        if !self.gate.admits(&object.key) {
+            return;
+        }
+        let cost_us = self.costs.layer_us(&object.header);
+        for (number, layer) in &layers {
+            self.memory.insert(LayerKey { object: object.key, layer: *number }, layer.clone(), cost_us);
+        }
+        let bytes = layers.into_iter().map(|(number, layer)| (number, layer.bytes)).collect();
+        self.disk.offer(object, bytes, epoch);
+    }
+
+    /// Removes from the tiers above the store.
+    pub(crate) async fn remove(&self, gone: Removal) {
+        self.memory.remove(&gone);
+        self.disk.remove(gone).await;
     }
 
     /// Like [`Fetcher::object`], always from the store.
@@ -103,20 +142,35 @@ impl Fetcher {
         let header = match Header::parse(&start) {
             Err(object::Error::Truncated { need, .. }) if need > start.len() && meta.size >= need as u64 => {
                 start = self.store.range(&path, meta.e_tag.as_deref(), 0..need).await?;
-                Header::parse(&start)?
+                let header = Header::parse(&start);
+                if header.as_ref().is_ok_and(|header| header.layout.header_bytes() < need) {
+                    // The first reading had another length.
+                    self.store.count_fault(&object::Error::DamagedHeader);
+                }
+                header
             }
-            other => other?,
+            other => other,
         };
-        header.check_id(key.chunk)?;
-        header.check_variant(key.variant)?;
-        let need = header.object_bytes() as u64;
-        if meta.size < need {
-            return Err(Miss::Truncated(format!("{} bytes, need {need}", meta.size)));
+        let checked = header.and_then(|header| {
+            header.check_id(key.chunk)?;
+            header.check_variant(key.variant)?;
+            let (got, need) = (usize::try_from(meta.size).unwrap_or(usize::MAX), header.object_bytes());
+            if got < need {
+                return Err(object::Error::Truncated { got, need });
+            }
+            if got > need {
+                let (expected, found) = (format!("{need} bytes"), format!("{got} bytes"));
+                return Err(object::Error::Foreign { what: "size", expected, found });
+            }
+            Ok(header)
+        });
+        match checked {
+            Ok(header) => Ok(Arc::new(Object { key: *key, header, origin: Origin::Store(meta.e_tag) })),
+            Err(error) => {
+                self.store.count_fault(&error);
+                Err(error.into())
+            }
         }
-        if meta.size > need {
-            return Err(Miss::Foreign(format!("{} bytes, expected {need}", meta.size)));
-        }
-        Ok(Arc::new(Object { key: *key, header, e_tag: meta.e_tag }))
     }
 
     /// The first of `layers`, and as many of the following ones as come with it cheaply. `layers` ascend without a gap.
@@ -127,8 +181,9 @@ impl Fetcher {
             Err(Attempt::Missed(miss)) => return Err(miss),
             Ok(loaded) => return Ok(loaded),
         }
-        // Another writer replaced the object since its header was read. The same bytes under a new tag are as good.
-        self.tier.forget_header(&object.key);
+        // The object was replaced since its header was read, or is no longer on the disk where its header was. The same
+        // bytes under a new tag are as good.
+        self.memory.forget_header(&object.key);
         let current = self.object(&object.key).await?;
         if current.header != object.header {
             return Err(Miss::Store("the object was replaced while it was read".into()));
@@ -143,13 +198,11 @@ impl Fetcher {
         let Some((&first, following)) = layers.split_first() else {
             return Err(Attempt::Missed(Miss::Foreign("no layer asked for".into())));
         };
-        let header = &object.header;
-        let Some(digest) = header.layer_digests.get(first as usize) else {
-            let detail = format!("layer {first} asked for, the object has {}", header.layout.layers);
+        let Some((key, digest)) = object.layer(first) else {
+            let detail = format!("layer {first} asked for, the object has {}", object.header.layout.layers);
             return Err(Attempt::Missed(Miss::Foreign(detail)));
         };
-        let key = |layer| LayerKey { object: object.key, layer };
-        let mut claims = match self.tier.lookup(&key(first), digest).await {
+        let mut claims = match self.memory.lookup(&key, &digest).await {
             Lookup::Found(layer) => {
                 self.lookups.count(Outcome::Memory);
                 return Ok(vec![Loaded { layer: first, bytes: layer.bytes, source: "memory" }]);
@@ -158,24 +211,56 @@ impl Fetcher {
         };
         for &layer in following {
             // Waiting for others while holding claims could end in a circle: only take what is free.
-            if layer >= header.layout.layers {
-                break;
-            }
-            match self.tier.claim(&key(layer)) {
+            match object.layer(layer).and_then(|(key, _)| self.memory.claim(&key)) {
                 Some(claim) => claims.push(claim),
                 None => break,
             }
         }
-        let last = first + claims.len() as u32 - 1;
-        let range = header.layer_range(first).start..header.layer_range(last).end;
-        let path = object_path(&object.key);
-        let bytes = match self.store.range(&path, object.e_tag.as_deref(), range).await {
+        let work = Work { object, first, epoch: self.disk.epoch() };
+        if let Some(bytes) = self.disk.read(object, first, claims.len()).await {
+            let Verified { layers, failure } = verify(object.clone(), first, bytes).await.map_err(Attempt::Missed)?;
+            if let Some(error) = failure {
+                self.disk.discard(&object.key, error).await;
+            }
+            if !layers.is_empty() {
+                return Ok(self.fill(&work, claims, layers, Outcome::Disk));
+            }
+        }
+        let Origin::Store(e_tag) = &object.origin else {
+            // Its header came from the disk, its layer is not there any more: what does the store hold?
+            return Err(Attempt::Replaced);
+        };
+        self.load(&work, e_tag.as_deref(), claims).await
+    }
+
+    /// Reads the claimed layers from the store; once more if the first of them does not verify.
+    async fn load(&self, work: &Work<'_>, e_tag: Option<&str>, claims: Vec<Claim<'_>>) -> Result<Vec<Loaded>, Attempt> {
+        let object = work.object;
+        let mut verified = self.read_layers(work, e_tag, claims.len()).await?;
+        if verified.layers.is_empty() {
+            verified = self.read_layers(work, e_tag, 1).await?;
+        }
+        match verified.failure {
+            // The good layers go out first; the damaged one fails alone when it is asked for.
+            Some(error) if verified.layers.is_empty() => {
+                self.discard(object, e_tag).await;
+                Err(Attempt::Missed(error.into()))
+            }
+            _ => Ok(self.fill(work, claims, verified.layers, Outcome::Object)),
+        }
+    }
+
+    async fn read_layers(&self, work: &Work<'_>, e_tag: Option<&str>, count: usize) -> Result<Verified, Attempt> {
+        let Work { object, first, .. } = *work;
+        let last = first + (count.max(1) - 1) as u32;
+        let range = object.header.layer_range(first).start..object.header.layer_range(last).end;
+        let bytes = match self.store.range(&object_path(&object.key), e_tag, range).await {
             Ok(bytes) => bytes,
             Err(error) => {
                 return Err(match error.fault() {
                     Fault::Changed => Attempt::Replaced,
                     Fault::NotFound => {
-                        self.tier.forget_header(&object.key);
+                        self.memory.forget_header(&object.key);
                         Attempt::Missed(Miss::Missing)
                     }
                     _ => Attempt::Missed(error.into()),
@@ -183,30 +268,36 @@ impl Fetcher {
             }
         };
         let verified = verify(object.clone(), first, bytes).await.map_err(Attempt::Missed)?;
-        let Verified { layers, failure } = verified;
-        let mut loaded = Vec::with_capacity(layers.len());
-        for ((claim, layer), number) in claims.into_iter().zip(layers).zip(first..) {
-            loaded.push(Loaded { layer: number, bytes: layer.bytes.clone(), source: "object" });
-            self.tier.fill(claim, &key(number), layer);
-            self.lookups.count(Outcome::Object);
+        if let Some(error) = &verified.failure {
+            self.store.count_fault(error);
         }
-        match failure {
-            // The good layers go out first; the damaged one fails alone when it is asked for.
-            Some(error) if loaded.is_empty() => {
-                let miss = Miss::from(error);
-                self.discard(object).await;
-                Err(Attempt::Missed(miss))
-            }
-            _ => Ok(loaded),
-        }
+        Ok(verified)
     }
 
-    /// Removes a damaged object, unless it has been replaced since.
-    async fn discard(&self, object: &Object) {
-        self.tier.forget_header(&object.key);
+    /// Hands verified layers to those who wait, and to the tiers above the one that they came from.
+    fn fill(&self, work: &Work<'_>, claims: Vec<Claim<'_>>, layers: Vec<Layer>, from: Outcome) -> Vec<Loaded> {
+        let Work { object, first, epoch } = *work;
+        let cost_us = self.gate.admits(&object.key).then(|| self.costs.layer_us(&object.header));
+        let source = if from == Outcome::Disk { "disk" } else { "object" };
+        let mut loaded = Vec::with_capacity(layers.len());
+        for ((claim, layer), number) in claims.into_iter().zip(layers).zip(first..) {
+            loaded.push(Loaded { layer: number, bytes: layer.bytes.clone(), source });
+            self.memory.fill(claim, layer, cost_us);
+            self.lookups.count(from);
+        }
+        if from == Outcome::Object && cost_us.is_some() {
+            let layers = loaded.iter().map(|loaded| (loaded.layer, loaded.bytes.clone())).collect();
+            self.disk.offer(object, layers, epoch);
+        }
+        loaded
+    }
+
+    /// Removes a damaged object from the store, unless it has been replaced since.
+    async fn discard(&self, object: &Object, e_tag: Option<&str>) {
+        self.memory.forget_header(&object.key);
         let path = object_path(&object.key);
         let removed = match self.store.tag(&path).await {
-            Ok(Some(tag)) if tag == object.e_tag => self.store.delete(&path).await,
+            Ok(Some(tag)) if tag.as_deref() == e_tag => self.store.delete(&path).await,
             Ok(_) => Ok(false),
             Err(error) => Err(error),
         };
@@ -226,20 +317,28 @@ impl Fetcher {
     }
 }
 
+/// What is being loaded.
+struct Work<'a> {
+    object: &'a Arc<Object>,
+    first: u32,
+    /// The disk tier's, from before the read.
+    epoch: u64,
+}
+
 enum Attempt {
-    /// The object's tag is not the one that its header was read under.
+    /// The object is not, or may not be, the one that its header was read from.
     Replaced,
     Missed(Miss),
 }
 
 /// The leading layers that are as they were written, and what is wrong with the next one, if any.
-struct Verified {
-    layers: Vec<Layer>,
-    failure: Option<object::Error>,
+pub(crate) struct Verified {
+    pub(crate) layers: Vec<Layer>,
+    pub(crate) failure: Option<object::Error>,
 }
 
 /// Hashes and cuts; off the async threads, for it may take milliseconds.
-async fn verify(object: Arc<Object>, first: u32, bytes: Bytes) -> Result<Verified, Miss> {
+pub(crate) async fn verify(object: Arc<Object>, first: u32, bytes: Bytes) -> Result<Verified, Miss> {
     let work = move || {
         let header = &object.header;
         let mut verified = Verified { layers: Vec::new(), failure: None };

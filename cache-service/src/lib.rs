@@ -1,4 +1,4 @@
-//! The cache service: chunk KV and records in an object store, behind a memory tier of verified layers.
+//! The cache service: chunk KV and records in an object store, behind a memory and a disk tier of verified layers.
 //!
 //! One layer of one chunk is the unit: it is read by range, verified once when it enters the tier, and streamed to workers in
 //! layer order. An object becomes visible only after its header and every layer have been checked. What is missing or damaged
@@ -6,11 +6,16 @@
 //! pins and leases is in the store, so any number of them may share one.
 #![forbid(unsafe_code)]
 
+mod admission;
 mod config;
+mod disk;
 mod error;
+mod eviction;
 mod fetch;
 mod frame;
+mod gc;
 mod lookups;
+mod memory;
 mod protect;
 mod put;
 mod records;
@@ -18,6 +23,8 @@ mod service;
 mod store;
 mod stream;
 mod tier;
+pub mod trace;
+mod verify;
 
 use std::future::Future;
 use std::sync::Arc;
@@ -30,8 +37,10 @@ use tokio::net::TcpListener;
 use tonic::service::Routes;
 use tracing::info;
 
+pub use admission::Admission;
 pub use config::Config;
 pub use error::Error;
+pub use eviction::Eviction;
 
 use crate::service::Service;
 use crate::store::Store;
@@ -84,16 +93,22 @@ async fn serve(
     listener: TcpListener,
     shutdown: impl Future<Output = ()> + Send + 'static,
 ) -> Result<(), Error> {
-    info!(store = store.name(), memory_bytes = config.memory_bytes, "serving the cache");
-    let service = CacheServer::new(Service::new(store, config.memory_bytes))
-        .max_decoding_message_size(MESSAGE_BYTES)
-        .max_encoding_message_size(MESSAGE_BYTES);
+    info!(
+        store = store.name(),
+        memory_bytes = config.memory_bytes,
+        disk_bytes = config.disk_bytes,
+        "serving the cache"
+    );
+    let service = Service::open(store, &config).await?;
+    let fetcher = service.fetcher();
+    let service =
+        CacheServer::new(service).max_decoding_message_size(MESSAGE_BYTES).max_encoding_message_size(MESSAGE_BYTES);
     let limits = Limits {
         max_in_flight: config.max_in_flight,
         default_deadline: Duration::from_secs(config.deadline_s),
         grace: Duration::from_secs(config.grace_s),
     };
-    server::serve(Routes::new(service), &[SERVICE], listener, limits, shutdown)
-        .await
-        .map_err(|source| Error::Serve { source })
+    let served = server::serve(Routes::new(service), &[SERVICE], listener, limits, shutdown).await;
+    fetcher.disk.close().await;
+    served.map_err(|source| Error::Serve { source })
 }

@@ -97,6 +97,11 @@ impl Protection {
         state.pinned.contains(chunk) || state.leased.get(chunk).is_some_and(|ends| *ends > Instant::now())
     }
 
+    /// Whether `chunk` is pinned.
+    pub(crate) fn pinned(&self, chunk: &ChunkId) -> bool {
+        self.read().pinned.contains(chunk)
+    }
+
     /// Leases that have not ended, and pins.
     pub(crate) fn counts(&self) -> (usize, usize) {
         let now = Instant::now();

@@ -1,8 +1,8 @@
 //! PutChunk: checks the header and every layer while they arrive, and only then makes the object visible.
 //!
 //! Create if absent: the first writer wins, and an object that cannot be read any more is replaced. Small objects are
-//! written in one call that fails if there is one; large ones in parts, never whole in memory. What was written also fills
-//! the memory tier.
+//! written in one call that fails if there is one; large ones in parts, never whole in memory. What was written also enters
+//! the tiers, as far as their admission lets it.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ use tracing::{debug, warn};
 use crate::Error;
 use crate::fetch::{Fetcher, Miss};
 use crate::store::{UPLOAD_BYTES, Upload, object_path};
-use crate::tier::{Layer, LayerKey, ObjectKey};
+use crate::tier::{Layer, Object, ObjectKey, Origin, Removal};
 
 /// Objects up to this size are written in one call.
 const SMALL_BYTES: usize = 32 << 20;
@@ -81,13 +81,15 @@ pub(crate) async fn put(
             true
         }
     };
-    fetcher.tier.forget_header(&key);
-    let incoming = Incoming { fetcher: &fetcher, key, path, header: Arc::new(header), header_bytes, replace };
+    fetcher.memory.forget_header(&key);
+    let epoch = fetcher.disk.epoch();
+    let object = Arc::new(Object { key, header, origin: Origin::Store(None) });
+    let incoming = Incoming { fetcher: &fetcher, object, path, header_bytes, replace, epoch };
     let created = if size as usize <= SMALL_BYTES {
         let _room = uploads.room_for(size as usize).await?;
         incoming.small(&mut body).await?
     } else {
-        let _room = uploads.room_for(2 * incoming.header.layer_bytes() + UPLOAD_BYTES).await?;
+        let _room = uploads.room_for(2 * incoming.object.header.layer_bytes() + UPLOAD_BYTES).await?;
         incoming.large(&mut body).await?
     };
     debug!(chunk = %key.chunk, bytes = size, created, "stored a chunk");
@@ -97,11 +99,12 @@ pub(crate) async fn put(
 /// An object whose header has been accepted.
 struct Incoming<'a> {
     fetcher: &'a Fetcher,
-    key: ObjectKey,
+    object: Arc<Object>,
     path: Path,
-    header: Arc<Header>,
     header_bytes: Bytes,
     replace: bool,
+    /// The disk tier's, from before the object was written.
+    epoch: u64,
 }
 
 impl Incoming<'_> {
@@ -110,11 +113,12 @@ impl Incoming<'_> {
         M: Stream<Item = Result<PutChunkRequest, Status>> + Send + Unpin,
     {
         let mut layers = Vec::new();
-        for layer in 0..self.header.layout.layers {
-            layers.push(self.next_layer(body, layer).await?);
+        for layer in 0..self.object.header.layout.layers {
+            layers.push((layer, self.next_layer(body, layer).await?));
         }
         body.end().await?;
-        let pieces = std::iter::once(self.header_bytes.clone()).chain(layers.iter().map(|layer| layer.bytes.clone()));
+        let pieces =
+            std::iter::once(self.header_bytes.clone()).chain(layers.iter().map(|(_, layer)| layer.bytes.clone()));
         let payload: PutPayload = pieces.collect();
         let store = &self.fetcher.store;
         if self.replace {
@@ -122,9 +126,7 @@ impl Incoming<'_> {
         } else if !store.create("put a chunk", &self.path, payload).await? {
             return Ok(false);
         }
-        for (layer, number) in layers.into_iter().zip(0..) {
-            self.fetcher.tier.insert(LayerKey { object: self.key, layer: number }, layer);
-        }
+        self.fetcher.keep(&self.object, layers, self.epoch);
         Ok(true)
     }
 
@@ -136,8 +138,9 @@ impl Incoming<'_> {
         match self.write_parts(body, &mut upload).await {
             Ok(()) => upload.finish().await?,
             Err(status) => {
+                self.fetcher.remove(Removal::of(self.object.key)).await;
                 if let Err(error) = upload.abort().await {
-                    warn!(chunk = %self.key.chunk, %error, "parts of an upload may be left behind");
+                    warn!(chunk = %self.object.key.chunk, %error, "parts of an upload may be left behind");
                 }
                 return Err(status);
             }
@@ -150,11 +153,11 @@ impl Incoming<'_> {
         M: Stream<Item = Result<PutChunkRequest, Status>> + Send + Unpin,
     {
         upload.write(self.header_bytes.clone()).await?;
-        for number in 0..self.header.layout.layers {
+        for number in 0..self.object.header.layout.layers {
             let layer = self.next_layer(body, number).await?;
             upload.write(layer.bytes.clone()).await?;
-            // Not visible yet, but a layer of the tier is only served to a header with the same digest.
-            self.fetcher.tier.insert(LayerKey { object: self.key, layer: number }, layer);
+            // Not visible yet, but a layer of a tier is only served to a header with the same digest.
+            self.fetcher.keep(&self.object, vec![(number, layer)], self.epoch);
         }
         body.end().await
     }
@@ -163,15 +166,14 @@ impl Incoming<'_> {
     where
         M: Stream<Item = Result<PutChunkRequest, Status>> + Send + Unpin,
     {
-        let bytes = body.take(self.header.layer_bytes()).await?.freeze();
-        let header = self.header.clone();
-        let work = move || header.verify_layer(layer, &bytes).map(|()| (bytes, header));
+        let bytes = body.take(self.object.header.layer_bytes()).await?.freeze();
+        let object = self.object.clone();
+        let work = move || object.header.verify_layer(layer, &bytes).map(|()| bytes);
         let verified = tokio::task::spawn_blocking(work)
             .await
             .map_err(|error| Status::internal(format!("verify layer {layer}: {error}")))?;
-        let (bytes, header) =
-            verified.map_err(|source| Error::Refused { chunk: self.key.chunk.to_string(), source })?;
-        let digest = *header.layer_digests.get(layer as usize).ok_or_else(|| Status::internal("a layer too many"))?;
+        let bytes = verified.map_err(|source| Error::Refused { chunk: self.object.key.chunk.to_string(), source })?;
+        let (_, digest) = self.object.layer(layer).ok_or_else(|| Status::internal("a layer too many"))?;
         Ok(Layer { digest, bytes })
     }
 }

@@ -8,30 +8,33 @@ use kvsplice_kv::ChunkId;
 use kvsplice_proto::convert;
 use kvsplice_proto::v1::cache_server::Cache;
 use kvsplice_proto::v1::{
-    ContainsRequest, ContainsResponse, DeleteRequest, DeleteResponse, Frame, GetChunksRequest, GetRecordRequest,
-    GetRecordResponse, ListRecordsRequest, ListRecordsResponse, PinRequest, PinResponse, PutChunkRequest,
-    PutChunkResponse, PutRecordRequest, PutRecordResponse, StatsRequest, StatsResponse, Tier as TierStats,
-    get_chunks_request,
+    CollectOrphansRequest, CollectOrphansResponse, ContainsRequest, ContainsResponse, DeleteRequest, DeleteResponse,
+    Frame, GetChunksRequest, GetRecordRequest, GetRecordResponse, ListRecordsRequest, ListRecordsResponse, PinRequest,
+    PinResponse, PutChunkRequest, PutChunkResponse, PutRecordRequest, PutRecordResponse, StatsRequest, StatsResponse,
+    Tier as TierStats, VerifyRequest, VerifyResponse, get_chunks_request,
 };
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 use tracing::{Instrument, warn};
 
-use crate::Error;
+use crate::admission::Gate;
+use crate::disk::{Disk, Usage};
 use crate::fetch::{Fetcher, Miss};
 use crate::lookups::Lookups;
+use crate::memory::Memory;
 use crate::protect::Protection;
 use crate::put::{self, Uploads};
 use crate::records;
 use crate::store::{Store, chunk_path, object_path};
 use crate::stream::{self as chunks, Wanted};
-use crate::tier::{ObjectKey, Tier};
+use crate::tier::{Costs, ObjectKey, Removal};
+use crate::{Config, Error, gc, verify};
 
 /// Items in one list of a request.
 const MAX_ITEMS: usize = 1 << 16;
 /// Objects that one request looks up or removes at once.
-const PARALLEL: usize = 32;
+pub(crate) const PARALLEL: usize = 32;
 /// How long the first message of a stream may take.
 const FIRST_MESSAGE: Duration = Duration::from_secs(30);
 
@@ -43,11 +46,29 @@ pub(crate) struct Service {
 }
 
 impl Service {
-    pub(crate) fn new(store: Store, memory_bytes: u64) -> Self {
+    /// Opens the tiers above `store`; reads the folder of the disk tier.
+    pub(crate) async fn open(mut store: Store, config: &Config) -> Result<Self, Error> {
         let protection = Arc::new(Protection::new());
-        let tier = Tier::new(memory_bytes, protection.clone());
-        let fetcher = Arc::new(Fetcher { store, tier, lookups: Lookups::default() });
-        Self { fetcher, protection, uploads: Arc::new(Uploads::new()) }
+        let lookups = Arc::new(Lookups::default());
+        let costs = Costs::new(config);
+        store.count_in(lookups.clone());
+        let memory = Memory::new(config.memory_bytes, config.eviction, protection.clone());
+        let gate = Gate::new(config.admission, protection.clone());
+        let disk = {
+            let (config, protection) = (config.clone(), protection.clone());
+            let (lookups, costs) = (lookups.clone(), costs.clone());
+            let open = move || Disk::open(&config, protection, lookups, costs);
+            tokio::task::spawn_blocking(open)
+                .await
+                .map_err(|error| Error::Config { field: "disk_dir", detail: format!("cannot be read: {error}") })?
+        };
+        let fetcher = Arc::new(Fetcher { store, memory, disk, gate, costs, lookups });
+        Ok(Self { fetcher, protection, uploads: Arc::new(Uploads::new()) })
+    }
+
+    /// What all requests read through.
+    pub(crate) fn fetcher(&self) -> Arc<Fetcher> {
+        self.fetcher.clone()
     }
 }
 
@@ -176,13 +197,8 @@ impl Cache for Service {
         };
         let removals: Vec<_> = paths.into_iter().map(remove).collect();
         let removed: Vec<Option<String>> = stream::iter(removals).buffered(PARALLEL).try_collect().await?;
-        for chunk in &chunks {
-            self.fetcher.tier.remove_chunk(chunk);
-        }
-        for key in &single {
-            // Without its header an object is looked up in the store again; its layers make room for others in time.
-            self.fetcher.tier.forget_header(key);
-        }
+        let gone = Removal { chunks: chunks.into_iter().collect(), objects: single.into_iter().collect() };
+        self.fetcher.remove(gone).await;
         Ok(Response::new(DeleteResponse { removed: removed.into_iter().flatten().collect() }))
     }
 
@@ -197,13 +213,28 @@ impl Cache for Service {
         Ok(Response::new(PinResponse {}))
     }
 
+    async fn collect_orphans(
+        &self,
+        request: Request<CollectOrphansRequest>,
+    ) -> Result<Response<CollectOrphansResponse>, Status> {
+        Ok(Response::new(gc::collect(&self.fetcher, &self.protection, request.into_inner()).await?))
+    }
+
+    async fn verify(&self, request: Request<VerifyRequest>) -> Result<Response<VerifyResponse>, Status> {
+        let chunks = chunk_ids("chunks", &request.into_inner().chunks)?;
+        Ok(Response::new(verify::verify(&self.fetcher, &chunks).await?))
+    }
+
     async fn stats(&self, _: Request<StatsRequest>) -> Result<Response<StatsResponse>, Status> {
-        let (bytes, entries, limit_bytes) = self.fetcher.tier.usage();
-        let memory = TierStats { name: "memory".into(), bytes, limit_bytes, entries };
-        let object = TierStats { name: "object".into(), ..TierStats::default() };
+        let (bytes, entries, limit_bytes) = self.fetcher.memory.usage();
+        let mut tiers = vec![TierStats { name: "memory".into(), bytes, limit_bytes, entries }];
+        if let Some(Usage { bytes, limit_bytes, layers }) = self.fetcher.disk.usage() {
+            tiers.push(TierStats { name: "disk".into(), bytes, limit_bytes, entries: layers });
+        }
+        tiers.push(TierStats { name: "object".into(), ..TierStats::default() });
         let (leases, pins) = self.protection.counts();
         Ok(Response::new(StatsResponse {
-            tiers: vec![memory, object],
+            tiers,
             leases: leases as u32,
             pins: pins as u32,
             lookups: self.fetcher.lookups.snapshot(),

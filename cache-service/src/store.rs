@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures::TryStreamExt;
-use kvsplice_kv::ChunkId;
+use kvsplice_kv::{ChunkId, object};
 use object_store::aws::AmazonS3Builder;
 use object_store::local::LocalFileSystem;
 use object_store::memory::InMemory;
@@ -22,6 +22,7 @@ use tokio::sync::Semaphore;
 use url::Url;
 
 use crate::error::{Fault, root};
+use crate::lookups::{Lookups, Outcome};
 use crate::tier::ObjectKey;
 use crate::{Config, Error};
 
@@ -36,6 +37,7 @@ pub(crate) struct Store {
     name: String,
     timeout: Duration,
     reads: Semaphore,
+    lookups: Arc<Lookups>,
 }
 
 /// Opens the store that `config` names and proves that it can be written.
@@ -132,7 +134,12 @@ fn bucket<'a>(url: &'a Url, failed: &dyn Fn(String, &'static str) -> Error) -> R
 
 impl Store {
     pub(crate) fn new(inner: Arc<dyn ObjectStore>, name: String, timeout: Duration) -> Self {
-        Self { inner, name, timeout, reads: Semaphore::new(MAX_READS) }
+        Self { inner, name, timeout, reads: Semaphore::new(MAX_READS), lookups: Arc::default() }
+    }
+
+    /// Counts failed calls in `lookups` from now on.
+    pub(crate) fn count_in(&mut self, lookups: Arc<Lookups>) {
+        self.lookups = lookups;
     }
 
     /// The URL without credentials.
@@ -153,10 +160,26 @@ impl Store {
         action: &'static str,
         call: impl Future<Output = object_store::Result<T>>,
     ) -> Result<T, Error> {
-        match tokio::time::timeout(self.timeout, call).await {
+        let result = match tokio::time::timeout(self.timeout, call).await {
             Ok(result) => result.map_err(|source| Error::Store { action, source }),
             Err(_elapsed) => Err(Error::StoreTimeout { action, seconds: self.timeout.as_secs() }),
+        };
+        if let Err(error) = &result {
+            self.count(error);
         }
+        result
+    }
+
+    fn count(&self, error: &Error) {
+        let outcome = match (error, error.fault()) {
+            // Answers, not failures.
+            (_, Fault::NotFound | Fault::Exists | Fault::Changed) => return,
+            (_, Fault::Full) => Outcome::StoreFull,
+            (_, Fault::Refused) => Outcome::StoreRefused,
+            (Error::StoreTimeout { .. }, _) => Outcome::StoreTimeout,
+            (_, Fault::Other) => Outcome::StoreError,
+        };
+        self.lookups.count(outcome);
     }
 
     async fn read(&self, action: &'static str, path: &Path, options: GetOptions) -> Result<(ObjectMeta, Bytes), Error> {
@@ -164,17 +187,32 @@ impl Store {
         let _permit = self.reads.acquire().await.ok();
         let call = async {
             let result = self.inner.get_opts(path, options).await?;
-            let meta = result.meta.clone();
-            Ok((meta, result.bytes().await?))
+            let (meta, range) = (result.meta.clone(), result.range.clone());
+            Ok((meta, range, result.bytes().await?))
         };
-        self.within(action, call).await
+        let (meta, range, bytes) = self.within(action, call).await?;
+        let (got, need) = (bytes.len() as u64, range.end.saturating_sub(range.start));
+        if got != need {
+            self.lookups.count(Outcome::StoreShort);
+            return Err(Error::ShortRead { action, got, need });
+        }
+        Ok((meta, bytes))
+    }
+
+    /// Counts what was read and is not as it was written.
+    pub(crate) fn count_fault(&self, error: &object::Error) {
+        self.lookups.count(match error {
+            object::Error::Truncated { .. } => Outcome::StoreTruncated,
+            object::Error::Foreign { .. } | object::Error::OutOfRange { .. } => Outcome::StoreForeign,
+            object::Error::DamagedHeader | object::Error::DamagedLayer { .. } => Outcome::StoreDamaged,
+        });
     }
 
     /// The first `bytes` bytes of an object, fewer if it is shorter, and what the store knows of it.
     pub(crate) async fn start_of(&self, path: &Path, bytes: usize) -> Result<(ObjectMeta, Bytes), Error> {
         let range = GetRange::Bounded(0..bytes as u64);
         match self.read("read a header", path, GetOptions { range: Some(range), ..GetOptions::default() }).await {
-            Err(error) if error.fault() == Fault::Other => {
+            Err(error) if matches!(error, Error::Store { .. }) && error.fault() == Fault::Other => {
                 // A range of an empty object is an error in every store.
                 let meta = self.within("look up an object", self.inner.head(path)).await?;
                 if meta.size == 0 { Ok((meta, Bytes::new())) } else { Err(error) }
@@ -249,15 +287,20 @@ impl Store {
         }
     }
 
-    /// The paths below `prefix`, ascending. The time limit holds for each step of the listing.
+    /// The paths below `prefix`, ascending.
     pub(crate) async fn list(&self, prefix: &Path) -> Result<Vec<Path>, Error> {
+        Ok(self.list_objects(prefix).await?.into_iter().map(|meta| meta.location).collect())
+    }
+
+    /// What is below `prefix`, by ascending path. The time limit holds for each step of the listing.
+    pub(crate) async fn list_objects(&self, prefix: &Path) -> Result<Vec<ObjectMeta>, Error> {
         let mut entries = self.inner.list(Some(prefix));
-        let mut paths = Vec::new();
+        let mut metas = Vec::new();
         while let Some(meta) = self.within("list", entries.try_next()).await? {
-            paths.push(meta.location);
+            metas.push(meta);
         }
-        paths.sort_unstable();
-        Ok(paths)
+        metas.sort_unstable_by(|a, b| a.location.cmp(&b.location));
+        Ok(metas)
     }
 }
 
@@ -292,14 +335,24 @@ impl Upload<'_> {
 /// Bytes that an upload holds beside those it is given.
 pub(crate) const UPLOAD_BYTES: usize = (Upload::PARTS + 1) * PART_BYTES;
 
+/// The folder of all chunk KV.
+pub(crate) const KV: &str = "kv";
+
 /// The path of one variant of a chunk.
 pub(crate) fn object_path(key: &ObjectKey) -> Path {
-    Path::from_iter(["kv".to_owned(), key.chunk.to_string(), key.variant.to_string()])
+    Path::from_iter([KV.to_owned(), key.chunk.to_string(), key.variant.to_string()])
+}
+
+/// The chunk and variant of a path; none for what is not chunk KV of a known form.
+pub(crate) fn object_key(path: &Path) -> Option<ObjectKey> {
+    let (chunk, variant) = path.as_ref().strip_prefix(KV)?.strip_prefix('/')?.split_once('/')?;
+    let key = ObjectKey { chunk: chunk.parse().ok()?, variant: variant.parse().ok()? };
+    (object_path(&key) == *path).then_some(key)
 }
 
 /// The folder of all variants of a chunk.
 pub(crate) fn chunk_path(chunk: &ChunkId) -> Path {
-    Path::from_iter(["kv".to_owned(), chunk.to_string()])
+    Path::from_iter([KV.to_owned(), chunk.to_string()])
 }
 
 #[cfg(test)]

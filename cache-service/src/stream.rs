@@ -353,7 +353,10 @@ impl Chunk {
 async fn read(fetcher: Arc<Fetcher>, key: ObjectKey, object: Option<Arc<Object>>, layers: Vec<u32>) -> ReadResult {
     let object = match object {
         Some(object) => object,
-        None => fetcher.object(&key).await?,
+        None => {
+            fetcher.ask(&key);
+            fetcher.object(&key).await?
+        }
     };
     let loaded = fetcher.layers(&object, &layers).await?;
     Ok((object, loaded))

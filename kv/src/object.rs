@@ -283,8 +283,9 @@ impl Header {
         Ok(header)
     }
 
-    /// The header with its length field, padded to `layout.header_bytes()`. Needs one digest a layer.
-    fn render(&self) -> Result<Vec<u8>, Error> {
+    /// The header with its length field, padded to `layout.header_bytes()`: the bytes that it was parsed from. Errors:
+    /// [`Error::OutOfRange`] when it does not fit. Needs one digest a layer.
+    pub fn render(&self) -> Result<Vec<u8>, Error> {
         let mut json = String::with_capacity(self.layout.header_bytes());
         let mut entry = |name: &str, value: &str| {
             let first = if json.is_empty() { "{\"__metadata__\":{" } else { "," };

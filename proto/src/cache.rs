@@ -167,6 +167,22 @@ impl CacheClient {
         Ok(())
     }
 
+    /// Removes chunk KV that no document names and that is older than `min_age`; with `dry_run` only says what.
+    pub async fn collect_orphans(
+        &self,
+        dry_run: bool,
+        min_age: Duration,
+    ) -> Result<v1::CollectOrphansResponse, Status> {
+        let message = v1::CollectOrphansRequest { dry_run, min_age_s: Some(min_age.as_secs()) };
+        Ok(self.inner.clone().collect_orphans(request(message, self.deadline)).await?.into_inner())
+    }
+
+    /// Reads every variant of `chunks` whole from the object store and says which objects cannot be used.
+    pub async fn verify(&self, chunks: &[ChunkId]) -> Result<v1::VerifyResponse, Status> {
+        let message = v1::VerifyRequest { chunks: chunks.iter().map(ChunkId::to_string).collect() };
+        Ok(self.inner.clone().verify(request(message, self.deadline)).await?.into_inner())
+    }
+
     /// Counters and sizes of each tier.
     pub async fn stats(&self) -> Result<v1::StatsResponse, Status> {
         Ok(self.inner.clone().stats(request(v1::StatsRequest {}, self.deadline)).await?.into_inner())

@@ -4,11 +4,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use kvsplice_cache_service::{Config, Eviction};
 use kvsplice_kv::object::{self, Header};
 use kvsplice_kv::{ChunkId, Encoding, Variant};
 use kvsplice_proto::v1;
-use object_store::ObjectStore;
-use object_store::local::LocalFileSystem;
 use object_store::memory::InMemory;
 use tonic::Code;
 
@@ -16,36 +15,53 @@ use crate::support::{Faulty, Read, Server, VARIANT, chunk, get, put, want};
 
 #[tokio::test]
 async fn the_service_conforms_on_memory() {
-    conforms(Arc::new(InMemory::new())).await;
+    let store = Arc::new(InMemory::new());
+    conforms("memory://test", "object", async || Server::start(store.clone()).await).await;
 }
 
 #[tokio::test]
 async fn the_service_conforms_on_a_folder() {
     let folder = tempfile::tempdir().unwrap();
-    conforms(Arc::new(LocalFileSystem::new_with_prefix(folder.path()).unwrap())).await;
+    let store = format!("file://{}/store", folder.path().display());
+    let config = Config { store: store.clone(), ..Config::default() };
+    conforms(&store, "object", async || Server::open(config.clone()).await).await;
 }
 
 #[tokio::test]
 async fn the_service_conforms_through_a_wrapper() {
-    conforms(Faulty::on_read(Arc::new(InMemory::new()), |_, _| Read::Pass)).await;
+    let store = Faulty::on_read(Arc::new(InMemory::new()), |_, _| Read::Pass);
+    conforms("memory://test", "object", async || Server::start(store.clone()).await).await;
 }
 
-/// The suite. Each part uses chunks of its own.
-async fn conforms(store: Arc<dyn ObjectStore>) {
-    let server = Server::start(store.clone()).await;
+#[tokio::test]
+async fn the_service_conforms_with_a_disk_tier() {
+    for eviction in [Eviction::Lru, Eviction::Value] {
+        let (store, folder) = (Arc::new(InMemory::new()), tempfile::tempdir().unwrap());
+        let disk_dir = folder.path().to_owned();
+        let config = Config { disk_bytes: 1 << 30, disk_dir, eviction, ..Config::default() };
+        conforms("memory://test", "disk", async || Server::start_with(store.clone(), config.clone()).await).await;
+    }
+}
+
+/// The suite, on a store that is called `name`. Each part uses chunks of its own. `cold`: the tier that serves what was put
+/// before a restart.
+pub(crate) async fn conforms(name: &str, cold: &str, start: impl AsyncFn() -> Server) {
+    let server = start().await;
     what_is_put_is_read(&server).await;
     a_part_of_the_layers_can_be_wanted(&server).await;
     the_first_writer_wins(&server).await;
     a_bad_object_never_becomes_visible(&server).await;
     a_large_object_goes_in_parts(&server).await;
     a_missing_chunk_does_not_stop_the_others(&server).await;
-    leases_and_pins_are_counted(&server).await;
+    leases_and_pins_are_counted(&server, name).await;
     records_are_replaced_listed_and_removed(&server).await;
     a_deleted_chunk_is_gone(&server).await;
     variants_of_a_chunk_are_apart(&server).await;
     bad_requests_are_refused(&server).await;
     server.stop().await;
-    what_is_put_survives_a_restart(store).await;
+    let server = start().await;
+    what_is_put_survives_a_restart(&server, cold).await;
+    server.stop().await;
 }
 
 async fn what_is_put_is_read(server: &Server) {
@@ -134,7 +150,7 @@ async fn a_missing_chunk_does_not_stop_the_others(server: &Server) {
     assert_eq!(server.client.stats().await.unwrap().lookups["miss/missing"], before + 1);
 }
 
-async fn leases_and_pins_are_counted(server: &Server) {
+async fn leases_and_pins_are_counted(server: &Server, name: &str) {
     let chunk = chunk(10, 2, 3);
     put(&server.client, &chunk).await.unwrap();
     let missing = ChunkId::from_bytes([0xEF; 32]);
@@ -148,7 +164,7 @@ async fn leases_and_pins_are_counted(server: &Server) {
     server.client.pin(&[chunk.id, chunk.id]).await.unwrap();
     let stats = server.client.stats().await.unwrap();
     assert_eq!((stats.leases, stats.pins), (1, 1));
-    assert_eq!(stats.store, "memory://test");
+    assert_eq!(stats.store, name);
     assert_eq!(stats.tiers[0].name, "memory");
     assert!(stats.tiers[0].entries > 0 && stats.tiers[0].bytes <= stats.tiers[0].limit_bytes);
     server.client.unpin(&[chunk.id]).await.unwrap();
@@ -246,19 +262,17 @@ async fn bad_requests_are_refused(server: &Server) {
     client.delete(&[], &["big".to_owned()]).await.unwrap();
 }
 
-async fn what_is_put_survives_a_restart(store: Arc<dyn ObjectStore>) {
-    let server = Server::start(store).await;
+async fn what_is_put_survives_a_restart(server: &Server, cold: &str) {
     let (long, short) = (chunk(1, 4, 1500), chunk(2, 30, 3));
     let got = get(&server.client, want(&[short.id, long.id])).await.unwrap();
     got[&0].assert_is(&short);
     got[&1].assert_is(&long);
-    assert!(got[&0].sources.iter().all(|source| source == "object"));
+    assert!(got[&0].sources.iter().all(|source| source == cold));
     let again = get(&server.client, want(&[long.id])).await.unwrap();
     again[&0].assert_is(&long);
     assert!(again[&0].sources.iter().all(|source| source == "memory"));
     let lookups = server.client.stats().await.unwrap().lookups;
-    assert_eq!((lookups["hit/object"], lookups["hit/memory"]), (34, 4));
+    assert_eq!((lookups[&format!("hit/{cold}")], lookups["hit/memory"]), (34, 4));
     assert!(!put(&server.client, &long).await.unwrap());
     assert_eq!(server.client.list_records("").await.unwrap(), ["default/wiki2/manifest"]);
-    server.stop().await;
 }

@@ -2,6 +2,11 @@
 #![forbid(unsafe_code)]
 
 mod conformance;
+mod disk;
 mod faults;
 mod files;
+mod fuzz;
+mod lifecycle;
+mod s3;
+mod storm;
 mod support;

@@ -7,9 +7,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use futures::StreamExt;
+use futures::future::BoxFuture;
 use futures::stream::BoxStream;
-use kvsplice_cache_service::{Config, run_with_store};
+use futures::{FutureExt, StreamExt};
+use kvsplice_cache_service::{Config, run, run_with_store};
 use kvsplice_kv::{ChunkId, ChunkKey, Encoding, KvLayout, ModelDigest, Variant, object};
 use kvsplice_proto::cache::{CacheClient, intact};
 use kvsplice_proto::v1::{Frame, Want};
@@ -42,13 +43,26 @@ impl Server {
 
     pub(crate) async fn start_with(store: Arc<dyn ObjectStore>, config: Config) -> Self {
         let config = Config { store: "memory://test".into(), grace_s: 5, ..config };
+        Self::serve(|listener, shutdown| run_with_store(store, config, listener, shutdown)).await
+    }
+
+    /// Like a program does: on the store that the URL names.
+    pub(crate) async fn open(config: Config) -> Self {
+        let config = Config { grace_s: 5, ..config };
+        Self::serve(|listener, shutdown| run(config, listener, shutdown)).await
+    }
+
+    async fn serve<F>(run: impl FnOnce(TcpListener, BoxFuture<'static, ()>) -> F) -> Self
+    where
+        F: Future<Output = std::result::Result<(), kvsplice_cache_service::Error>> + Send + 'static,
+    {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let (stop, stopped) = oneshot::channel();
         let shutdown = async move {
             let _ = stopped.await;
         };
-        let task = tokio::spawn(run_with_store(store, config, listener, shutdown));
+        let task = tokio::spawn(run(listener, shutdown.boxed()));
         let channel = client::channel(&address.to_string()).unwrap();
         Self { client: CacheClient::new(channel.clone(), DEADLINE), channel, stop, task }
     }
@@ -71,8 +85,16 @@ pub(crate) struct Chunk {
 
 /// A chunk of `layers` layers with 2 KiB a row, whose bytes depend on `seed`.
 pub(crate) fn chunk(seed: u32, layers: u32, tokens: u32) -> Chunk {
+    chunk_of(&ChunkKey::new(MODEL, &PREFIX, &[seed, tokens, layers], "default"), seed, layers, tokens)
+}
+
+pub(crate) const MODEL: ModelDigest = ModelDigest::from_bytes([5; 32]);
+/// The prefix of every [`chunk`].
+pub(crate) const PREFIX: [u32; 2] = [1, 2];
+
+/// Like [`chunk`], of another key.
+pub(crate) fn chunk_of(key: &ChunkKey, seed: u32, layers: u32, tokens: u32) -> Chunk {
     let layout = KvLayout { layers, kv_heads: 8, head_dim: 128, encoding: Encoding::Bf16 };
-    let key = ChunkKey::new(ModelDigest::from_bytes([5; 32]), &[1, 2], &[seed, tokens, layers], "default");
     let mut state = seed.wrapping_mul(2_654_435_761) | 1;
     let mut next = || {
         state ^= state << 13;
@@ -81,7 +103,7 @@ pub(crate) fn chunk(seed: u32, layers: u32, tokens: u32) -> Chunk {
         state as u8
     };
     let data: Vec<Vec<u8>> = (0..layers).map(|_| (0..layout.layer_bytes(tokens)).map(|_| next()).collect()).collect();
-    let object = object::write(&key, &layout, VARIANT, tokens, "f32", &data).unwrap();
+    let object = object::write(key, &layout, VARIANT, tokens, "f32", &data).unwrap();
     Chunk { id: key.id(), object: object.into(), layers: data }
 }
 
@@ -147,6 +169,15 @@ pub(crate) async fn get(client: &CacheClient, want: Want) -> std::result::Result
 pub(crate) async fn eventually(what: &str, holds: impl Fn() -> bool) {
     let deadline = Instant::now() + DEADLINE;
     while !holds() {
+        assert!(Instant::now() < deadline, "never: {what}");
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+}
+
+/// Like [`eventually`], for what has to be asked for.
+pub(crate) async fn eventually_so(what: &str, holds: impl AsyncFn() -> bool) {
+    let deadline = Instant::now() + DEADLINE;
+    while !holds().await {
         assert!(Instant::now() < deadline, "never: {what}");
         tokio::time::sleep(Duration::from_millis(2)).await;
     }

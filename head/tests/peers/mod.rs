@@ -137,6 +137,14 @@ impl v1::cache_server::Cache for Cache {
         Ok(Response::new(v1::PinResponse {}))
     }
 
+    async fn collect_orphans(&self, _: Request<v1::CollectOrphansRequest>) -> Answer<v1::CollectOrphansResponse> {
+        Ok(Response::new(v1::CollectOrphansResponse::default()))
+    }
+
+    async fn verify(&self, _: Request<v1::VerifyRequest>) -> Answer<v1::VerifyResponse> {
+        Ok(Response::new(v1::VerifyResponse::default()))
+    }
+
     async fn stats(&self, _: Request<v1::StatsRequest>) -> Answer<v1::StatsResponse> {
         Ok(Response::new(v1::StatsResponse::default()))
     }
