@@ -115,7 +115,7 @@ impl Task<'_> {
 
     fn report(&self, full: &Tuned, settings: &[Tuned], plan: &Plan) -> anyhow::Result<()> {
         let rule = match self.target {
-            Some(target) => Rule::LeastRecomputed { wanted: target.target * full.outcome.score },
+            Some(target) => Rule::LeastComputed { wanted: target.target * full.outcome.score },
             None => Rule::LeastKl,
         };
         let outcomes: Vec<_> = settings.iter().map(|tuned| tuned.outcome).collect();

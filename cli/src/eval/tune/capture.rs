@@ -27,7 +27,7 @@ pub(in crate::eval) async fn all(client: &Client, plan: &Plan, store: &Store, si
         }
     }
     let mut progress = Progress::new(silent, 0, open.len());
-    let options = Options { capture: true, ..Options::of(Strategy::Craft) };
+    let options = Options { capture: true, prefix_cache: false, ..Options::of(Strategy::Craft) };
     let result = async {
         for (number, sample) in open {
             let mut rng = ChaCha8Rng::seed_from_u64(plan.seed);

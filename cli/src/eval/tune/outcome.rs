@@ -20,7 +20,10 @@ pub(super) struct Means {
     /// KL(full ‖ setting), nats.
     pub(super) kl: f64,
     /// Share of the selectable tokens that was recomputed.
-    pub(super) ratio: f64,
+    pub(super) charged: f64,
+    /// Share of all chunk tokens that was computed. This is the cost: a chunk that is computed whole, as craft does where
+    /// a repair would take as much, is not selectable.
+    pub(super) computed: f64,
     /// How many samples were carried out under another strategy, such as full when no chunk could be reused.
     pub(super) replaced: usize,
 }
@@ -36,6 +39,7 @@ pub(super) struct Tuned {
 /// Every strategy of the plan, in its order; all of its pairs must be in the store. `score` says what counts.
 pub(super) fn all(plan: &Plan, store: &Store, score: impl Fn(&Means) -> f64) -> anyhow::Result<Vec<Tuned>> {
     let mut tuned = Vec::with_capacity(plan.strategies.len());
+    let mut chunk_tokens = None;
     for &options in &plan.strategies {
         let name = options.to_string();
         let mut records = Vec::with_capacity(plan.items.len());
@@ -43,14 +47,21 @@ pub(super) fn all(plan: &Plan, store: &Store, score: impl Fn(&Means) -> f64) -> 
             let missing = || anyhow::anyhow!("{name} is not measured on {}", item.sample.id);
             records.push(store.find(item, &name)?.ok_or_else(missing)?);
         }
-        let means = means(&records);
-        let outcome = Outcome { score: score(&means), kl: means.kl, ratio: means.ratio };
+        // Full attention comes first, and computes every chunk token.
+        let chunk_tokens = *chunk_tokens.get_or_insert_with(|| rows(&records));
+        let means = means(&records, chunk_tokens);
+        let outcome = Outcome { score: score(&means), kl: means.kl, computed: means.computed };
         tuned.push(Tuned { options, means, outcome });
     }
     Ok(tuned)
 }
 
-fn means(records: &[&Record]) -> Means {
+/// Chunk tokens that were computed.
+fn rows(records: &[&Record]) -> f64 {
+    records.iter().map(|record| record.rows as f64).sum()
+}
+
+fn means(records: &[&Record], chunk_tokens: f64) -> Means {
     let mean = |value: fn(&Record) -> f64| {
         records.iter().map(|record| value(record)).sum::<f64>() / records.len().max(1) as f64
     };
@@ -61,7 +72,8 @@ fn means(records: &[&Record]) -> Means {
         same_text: of_answers(|record| record.answer.as_ref().map_or(0.0, |answer| f64::from(answer.same_text))),
         argmax: mean(|record| record.agreement.as_ref().map_or(0.0, |agreement| agreement.argmax)),
         kl: mean(|record| record.agreement.as_ref().map_or(f64::NAN, |agreement| agreement.kl)),
-        ratio: mean(|record| record.ratio_charged),
+        charged: mean(|record| record.ratio_charged),
+        computed: rows(records) / chunk_tokens.max(1.0),
         replaced: records.iter().filter(|record| !record.effective_reason.is_empty()).count(),
     }
 }
@@ -81,7 +93,8 @@ impl Tuned {
             "same_text": self.means.same_text,
             "argmax": self.means.argmax,
             "kl": self.means.kl,
-            "ratio_charged": self.means.ratio,
+            "ratio_charged": self.means.charged,
+            "computed": self.means.computed,
             "replaced": self.means.replaced,
         })
     }
@@ -91,7 +104,7 @@ impl Tuned {
 pub(super) fn table(full: &Tuned, settings: &[Tuned], chosen: Option<&Tuned>) -> Table {
     let mut table = Table::new();
     table.load_style(presets::ASCII_MARKDOWN);
-    table.set_header(["setting", "score", "of full", "answer", "same text", "argmax", "KL", "recomputed"]);
+    table.set_header(["setting", "score", "of full", "answer", "same text", "argmax", "KL", "charged", "computed"]);
     for tuned in std::iter::once(full).chain(settings) {
         let star = if chosen == Some(tuned) { " *" } else { "" };
         let replaced = match tuned.means.replaced {
@@ -108,7 +121,8 @@ pub(super) fn table(full: &Tuned, settings: &[Tuned], chosen: Option<&Tuned>) ->
             known(tuned.means.same_text),
             share(tuned.means.argmax),
             format!("{:.4}", tuned.means.kl),
-            format!("{:.1} %", tuned.means.ratio * 100.0),
+            format!("{:.1} %", tuned.means.charged * 100.0),
+            format!("{:.1} %", tuned.means.computed * 100.0),
         ]);
     }
     for column in table.column_iter_mut().skip(1) {
@@ -125,19 +139,20 @@ mod tests {
     fn record(score: f64, same_text: bool, kl: f64, ratio_charged: f64) -> Record {
         let agreement = Agreement { kl, argmax: 0.5, ..Agreement::default() };
         let answer = Answered { score, same_text, ..Answered::default() };
-        Record { ratio_charged, agreement: Some(agreement), answer: Some(answer), ..Record::default() }
+        Record { ratio_charged, rows: 30, agreement: Some(agreement), answer: Some(answer), ..Record::default() }
     }
 
     #[test]
     fn means_are_over_all_samples() {
         let records = [record(1.0, true, 0.2, 0.1), record(0.5, false, 0.4, 0.3)];
-        let means = means(&records.iter().collect::<Vec<_>>());
+        let means = means(&records.iter().collect::<Vec<_>>(), 240.0);
         let near = |left: f64, right: f64| assert!((left - right).abs() < 1e-12, "{left} is not {right}");
         near(means.answer.unwrap(), 0.75);
         near(means.same_text.unwrap(), 0.5);
         near(means.argmax, 0.5);
         near(means.kl, 0.3);
-        near(means.ratio, 0.2);
+        near(means.charged, 0.2);
+        near(means.computed, 0.25);
         assert_eq!(means.replaced, 0);
     }
 
@@ -146,17 +161,18 @@ mod tests {
         let mut records = [record(1.0, true, 0.2, 0.1), record(1.0, true, 0.2, 1.0)];
         records[0].answer = None;
         records[1].effective_reason = "no chunk could be reused".to_owned();
-        let means = means(&records.iter().collect::<Vec<_>>());
+        let means = means(&records.iter().collect::<Vec<_>>(), 240.0);
         assert_eq!((means.answer, means.same_text, means.replaced), (None, None, 1));
     }
 
     #[test]
     fn the_chosen_setting_has_a_star() {
         let tuned = |text: &str, score| {
-            let (kl, ratio) = (0.25, 0.125);
+            let (kl, computed) = (0.25, 0.125);
             let (answer, same_text) = (Some(score), None);
-            let means = Means { answer, same_text, argmax: 0.75, kl, ratio, replaced: usize::from(score > 0.7) };
-            Tuned { options: text.parse().unwrap(), means, outcome: Outcome { score, kl, ratio } }
+            let replaced = usize::from(score > 0.7);
+            let means = Means { answer, same_text, argmax: 0.75, kl, charged: 0.5, computed, replaced };
+            Tuned { options: text.parse().unwrap(), means, outcome: Outcome { score, kl, computed } }
         };
         let settings = [tuned("craft:alpha=0.5", 0.5), tuned("craft:alpha=2", 0.75)];
         let full = tuned("full", 0.8);
