@@ -1,26 +1,26 @@
 //! The engine: one task that owns every request and feeds the compute thread one unit of work at a time.
 //!
-//! Others talk to it through a [`Handle`]. A unit is at most one slice of one layer, so that news (rows, layers, callers
+//! Others talk to it through a `Handle`. A unit is at most one slice of one layer, so that news (rows, layers, callers
 //! that left) is seen within a unit.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use kvsplice_kv::RowRanges;
 use kvsplice_model::decoder::SLICE_ROWS;
 use kvsplice_model::encode::layout;
 use kvsplice_model::{Compute, Model};
 use kvsplice_proto::cache::CacheClient;
-use tokio::sync::{Semaphore, mpsc, oneshot};
+use tokio::sync::{Semaphore, mpsc};
 use tonic::Status;
-use tracing::{Instrument, Span, debug, info, info_span, warn};
+use tracing::{Instrument, Span, debug, info, warn};
 
-use crate::active::{Active, Event, Events, Stage, chunks};
+use crate::active::{Active, Event, Events, Stage};
 use crate::beginning::Beginnings;
 use crate::decode::step;
 use crate::encode::{Call, store};
+use crate::handle::{Command, Handle, Load};
 use crate::keep::keep;
 use crate::load::{Loaded, Wanted, load};
 use crate::pass::{Encoded, Prefixes};
@@ -34,109 +34,11 @@ use crate::{Config, Error};
 
 /// Rows of a prefill slice while other requests generate: their tokens wait for one slice at most.
 const SHARED_SLICE_ROWS: usize = 160;
-/// News that may wait for the engine.
-const WAITING_COMMANDS: usize = 256;
 /// Encoded batches that may wait for the cache service.
 const STORING_BATCHES: usize = 2;
 
-enum Command {
-    Start {
-        request: Box<Request>,
-        events: Events,
-        accepted: oneshot::Sender<Result<u64, Error>>,
-        span: Span,
-    },
-    Rows {
-        id: u64,
-        rows: RowRanges,
-        complete_below: u32,
-    },
-    Loaded {
-        id: u64,
-        news: Loaded,
-    },
-    /// A caller left, or has an error to report.
-    Cancel {
-        id: u64,
-        status: Option<Status>,
-    },
-    Encode(Box<Call>),
-    /// Something changed that the engine was waiting for.
-    Wake,
-}
-
-/// What Status reports.
-#[derive(Debug, Default)]
-pub(crate) struct Load {
-    pub(crate) running: AtomicU32,
-    pub(crate) queued: AtomicU32,
-    pub(crate) kv_bytes: AtomicU64,
-}
-
-/// A handle to the engine; clones share it.
-#[derive(Clone)]
-pub(crate) struct Handle {
-    commands: mpsc::Sender<Command>,
-    pub(crate) load: Arc<Load>,
-    pub(crate) beginnings: Beginnings,
-}
-
-impl Handle {
-    /// Starts the engine. It ends when the last handle is gone.
-    pub(crate) fn start(config: &Config, model: Model, compute: Compute, cache: CacheClient) -> Self {
-        let (commands, inbox) = mpsc::channel(WAITING_COMMANDS);
-        let load = Arc::new(Load::default());
-        let beginnings = Beginnings::new(config.beginning_policy, config.beginning_bytes, token_bytes(&model));
-        let engine = Engine {
-            queue_limit: config.queue_limit as usize,
-            kv_budget: config.kv_bytes,
-            active: Vec::new(),
-            encodes: VecDeque::new(),
-            beginnings: beginnings.clone(),
-            prefixes: Prefixes::default(),
-            schedule: Schedule::new(Instant::now()),
-            storing: Arc::new(Semaphore::new(STORING_BATCHES)),
-            commands: commands.downgrade(),
-            load: Arc::clone(&load),
-            next_id: 0,
-            model,
-            compute,
-            cache,
-        };
-        tokio::spawn(engine.run(inbox));
-        Self { commands, load, beginnings }
-    }
-
-    /// Hands in a request; events follow. Refused when the queue is full or the request can never fit.
-    pub(crate) async fn submit(&self, request: Request, events: Events) -> Result<u64, Error> {
-        let (accepted, answer) = oneshot::channel();
-        let span = info_span!("prefill", tokens = request.tokens(), chunks = chunks(&request));
-        self.send(Command::Start { request: Box::new(request), events, accepted, span }).await?;
-        answer.await.map_err(|_| Error::Stopping)?
-    }
-
-    /// Rows of a request.
-    pub(crate) async fn rows(&self, id: u64, rows: RowRanges, complete_below: u32) -> Result<(), Error> {
-        self.send(Command::Rows { id, rows, complete_below }).await
-    }
-
-    /// Drops a request. A status is told to its caller first.
-    pub(crate) async fn cancel(&self, id: u64, status: Option<Status>) {
-        // An engine that is gone has no requests.
-        drop(self.send(Command::Cancel { id, status }).await);
-    }
-
-    /// Hands in an Encode call; its events follow.
-    pub(crate) async fn encode(&self, call: Call) -> Result<(), Error> {
-        self.send(Command::Encode(Box::new(call))).await
-    }
-
-    async fn send(&self, command: Command) -> Result<(), Error> {
-        self.commands.send(command).await.map_err(|_| Error::Stopping)
-    }
-}
-
-struct Engine {
+/// The state of every request in hand.
+pub(crate) struct Engine {
     queue_limit: usize,
     kv_budget: u64,
     /// In order of arrival.
@@ -155,7 +57,28 @@ struct Engine {
 }
 
 impl Engine {
-    async fn run(mut self, mut inbox: mpsc::Receiver<Command>) {
+    /// An engine that `handle` leads to.
+    pub(crate) fn new(handle: &Handle, config: &Config, model: Model, compute: Compute, cache: CacheClient) -> Self {
+        Self {
+            queue_limit: config.queue_limit as usize,
+            kv_budget: config.kv_bytes,
+            active: Vec::new(),
+            encodes: VecDeque::new(),
+            beginnings: handle.beginnings.clone(),
+            prefixes: Prefixes::default(),
+            schedule: Schedule::new(Instant::now()),
+            storing: Arc::new(Semaphore::new(STORING_BATCHES)),
+            commands: handle.downgrade(),
+            load: Arc::clone(&handle.load),
+            next_id: 0,
+            model,
+            compute,
+            cache,
+        }
+    }
+
+    /// Runs until the last handle is gone.
+    pub(crate) async fn run(mut self, mut inbox: mpsc::Receiver<Command>) {
         loop {
             while let Ok(command) = inbox.try_recv() {
                 self.apply(command);
@@ -511,7 +434,7 @@ enum Computed {
 }
 
 /// Bytes of K and V of one token in a sequence's cache.
-fn token_bytes(model: &Model) -> u64 {
+pub(crate) fn token_bytes(model: &Model) -> u64 {
     let numbers = layout(&model.config, kvsplice_kv::Encoding::F32).token_bytes() / 4;
     (numbers * model.with_decoder(|decoder| decoder.dtype().bytes())) as u64
 }

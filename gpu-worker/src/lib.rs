@@ -17,6 +17,7 @@ mod engine;
 mod error;
 mod focus;
 mod guide;
+mod handle;
 mod keep;
 mod load;
 mod pass;
@@ -57,7 +58,7 @@ pub async fn run(
     let model = compute.run(move || Model::load(&spec)).await??;
     info!(model = %model.name, digest = %model.digest.short(), dtype = %config.primary.dtype(), "model loaded");
     let cache = CacheClient::new(client::channel(&config.cache)?, config.cache_deadline());
-    let engine = engine::Handle::start(&config, model.clone(), compute.clone(), cache.clone());
+    let engine = handle::Handle::start(&config, model.clone(), compute.clone(), cache.clone());
     let service = service::Service::new(&config, model, compute, engine, cache);
     let service = WorkerServer::new(service)
         .max_decoding_message_size(server::MESSAGE_BYTES)

@@ -21,13 +21,14 @@ use tonic::{Request, Response, Status, Streaming};
 
 use crate::active::{Event, event_room};
 use crate::encode::{Call, Chunk};
-use crate::{Config, Error, engine, request};
+use crate::handle::Handle;
+use crate::{Config, Error, request};
 
 type Answers<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
 pub(crate) struct Service {
     model: Model,
-    engine: engine::Handle,
+    engine: Handle,
     cache: CacheClient,
     epoch: String,
     queue_limit: u32,
@@ -40,13 +41,7 @@ pub(crate) struct Service {
 }
 
 impl Service {
-    pub(crate) fn new(
-        config: &Config,
-        model: Model,
-        compute: Compute,
-        engine: engine::Handle,
-        cache: CacheClient,
-    ) -> Self {
+    pub(crate) fn new(config: &Config, model: Model, compute: Compute, engine: Handle, cache: CacheClient) -> Self {
         Self {
             compute,
             looking: Semaphore::new(1),
@@ -61,7 +56,7 @@ impl Service {
     }
 
     /// Forwards rows until the caller has said everything or has left.
-    async fn forward_rows(engine: engine::Handle, id: u64, mut messages: Streaming<v1::PrefillRequest>) {
+    async fn forward_rows(engine: Handle, id: u64, mut messages: Streaming<v1::PrefillRequest>) {
         loop {
             let failure = match messages.message().await {
                 Ok(Some(v1::PrefillRequest { message: Some(Message::Rows(rows)) })) => {

@@ -40,6 +40,11 @@ pub(crate) fn receipt(
         Strategy::Full => 1.0,
         // Every chunk token is selectable there; those that an earlier prompt left are not computed.
         Strategy::Prefix => share(f64::from(computed), chunks.iter().map(|chunk| chunk.tokens as usize).sum()),
+        // A chunk that costs all of itself is computed whole: that is part of what the method recomputes.
+        Strategy::Craft => {
+            let whole: u32 = chunks.iter().filter(|chunk| chunk.source == Source::Fresh).map(|chunk| chunk.rows).sum();
+            share(done.charged_rows + f64::from(whole), (done.selectable + whole) as usize)
+        }
         _ => share(done.charged_rows, done.selectable as usize),
     };
     let (mut effective, mut effective_reason) = (prepared.effective, prepared.effective_reason.clone());
