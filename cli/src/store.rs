@@ -1,19 +1,21 @@
-//! `kvsplice cache stats | ls | get | verify`: looks into the cache service. Changes nothing.
+//! `kvsplice cache stats | ls | get | verify | gc | pin | unpin`: the commands, and those that only look. What takes care of
+//! the stored chunks is in `upkeep`.
+
+mod upkeep;
 
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{Args, Subcommand};
+use clap::{ArgGroup, Args, Subcommand};
 use kvsplice_kv::ChunkId;
-use kvsplice_kv::record::Document;
-use kvsplice_proto::cache::{CacheClient, intact};
+use kvsplice_proto::cache::CacheClient;
 use kvsplice_proto::v1;
 use serde_json::json;
 use tonic::Status;
 
-use crate::failure::{data, refused, unavailable};
+use crate::failure::{data, refused, usage};
 use crate::flags::{ConfigFlags, ServerFlags};
 use crate::roles::Role;
 use crate::session::Session;
@@ -45,20 +47,55 @@ pub(crate) enum Command {
         #[command(flatten)]
         common: Common,
     },
-    /// Reads chunks in full and checks every frame; by default all chunks of all documents
-    #[command(after_help = "Example: kvsplice cache verify --prefix default/wiki --server 127.0.0.1:7402")]
+    /// Reads chunks whole from the object store, past every tier, and checks each layer of every stored form
+    #[command(
+        group(ArgGroup::new("what").args(["chunks", "all", "prefix"]).required(true)),
+        after_help = "Examples:\n  kvsplice cache verify --all --server 127.0.0.1:7402\n  \
+                      kvsplice cache verify --prefix default/wiki --server 127.0.0.1:7402\n  \
+                      kvsplice cache verify $(kvsplice ask ... --json | jq -r '.receipt.chunks[]?.id')"
+    )]
     Verify {
         /// Hexadecimal chunk ids
+        #[arg(value_name = "ID")]
         chunks: Vec<ChunkId>,
-        /// Only documents of records below this prefix, such as default/wiki
-        #[arg(long, default_value = "", value_name = "PREFIX", conflicts_with = "chunks")]
-        prefix: String,
-        /// Stored form of the chunks
-        #[arg(long, default_value = "bf16-clean-1")]
-        variant: kvsplice_kv::Variant,
+        /// Chunks of all documents of all corpora
+        #[arg(long)]
+        all: bool,
+        /// Chunks of documents whose records lie below this prefix, such as default/wiki
+        #[arg(long, value_name = "PREFIX")]
+        prefix: Option<String>,
         #[command(flatten)]
         common: Common,
     },
+    /// Removes chunk KV that no document names; pinned, leased and young chunks stay
+    #[command(after_help = "Examples:\n  kvsplice cache gc --dry-run --server 127.0.0.1:7402\n  \
+                      kvsplice cache gc --older-than 7d --server 127.0.0.1:7402")]
+    Gc {
+        /// Remove nothing, only say what would be removed
+        #[arg(long)]
+        dry_run: bool,
+        /// Only what was stored longer ago than this, such as 90s, 12h or 7d; an ingest that runs needs its chunks
+        #[arg(long, value_name = "DURATION", default_value = "1d", value_parser = humantime::parse_duration)]
+        older_than: Duration,
+        #[command(flatten)]
+        common: Common,
+    },
+    /// Protects chunks from eviction and removal until unpinned or the cache service restarts
+    #[command(after_help = "Example: kvsplice cache pin 6f0c...e1 --server 127.0.0.1:7402")]
+    Pin(Pins),
+    /// Takes pins away
+    #[command(after_help = "Example: kvsplice cache unpin 6f0c...e1 --server 127.0.0.1:7402")]
+    Unpin(Pins),
+}
+
+/// Which chunks to pin or unpin.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Pins {
+    /// Hexadecimal chunk ids, as a receipt shows them
+    #[arg(required = true, value_name = "ID")]
+    chunks: Vec<ChunkId>,
+    #[command(flatten)]
+    common: Common,
 }
 
 /// Flags of each.
@@ -76,8 +113,11 @@ pub(crate) struct Common {
 /// Runs one of them against `--server` (a cache service), or against the configured store.
 pub(crate) async fn run(command: Command) -> anyhow::Result<()> {
     let common = match &command {
-        Command::Stats(common) => common,
-        Command::Ls { common, .. } | Command::Get { common, .. } | Command::Verify { common, .. } => common,
+        Command::Stats(common) | Command::Pin(Pins { common, .. }) | Command::Unpin(Pins { common, .. }) => common,
+        Command::Ls { common, .. }
+        | Command::Get { common, .. }
+        | Command::Verify { common, .. }
+        | Command::Gc { common, .. } => common,
     }
     .clone();
     let config = common.config.load(Vec::new())?;
@@ -85,15 +125,25 @@ pub(crate) async fn run(command: Command) -> anyhow::Result<()> {
         return output::line(config.to_toml()?.trim_end());
     }
     let _telemetry = telemetry::start(config.log.as_deref().unwrap_or("warn"), config.otlp.as_deref())?;
+    if matches!(command, Command::Pin(_) | Command::Unpin(_)) && common.server.server.is_none() {
+        return Err(usage("pins live as long as a cache service: name a running one with --server HOST:PORT"));
+    }
     let session = session::open(&common.server, config, &[Role::Cache]).await?;
     let view = View { cache: session.cache(common.server.timeout()), session: &session, json: common.json };
     let result = match command {
         Command::Stats(_) => view.stats().await,
         Command::Ls { prefix, .. } => view.list(&prefix).await,
         Command::Get { key, output, .. } => view.get(&key, output).await,
-        Command::Verify { chunks, prefix, variant, .. } => {
-            view.verify(chunks, &prefix, variant, common.server.timeout()).await
+        Command::Verify { chunks, prefix, .. } if chunks.is_empty() => {
+            match view.named(&prefix.unwrap_or_default()).await {
+                Ok(chunks) => view.verify(chunks).await,
+                Err(error) => Err(error),
+            }
         }
+        Command::Verify { chunks, .. } => view.verify(chunks).await,
+        Command::Gc { dry_run, older_than, .. } => view.collect(dry_run, older_than).await,
+        Command::Pin(Pins { chunks, .. }) => view.pin(&chunks).await,
+        Command::Unpin(Pins { chunks, .. }) => view.unpin(&chunks).await,
     };
     let closed = session.close().await;
     result.and(closed)
@@ -169,80 +219,5 @@ impl View<'_> {
             output::json(&json!({"event": "done", "key": key, "bytes": record.len(), "value": value}))?;
         }
         Ok(())
-    }
-
-    async fn verify(
-        &self,
-        mut chunks: Vec<ChunkId>,
-        prefix: &str,
-        variant: kvsplice_kv::Variant,
-        timeout: Duration,
-    ) -> anyhow::Result<()> {
-        if chunks.is_empty() {
-            chunks = self.chunks_of_documents(prefix).await?;
-        }
-        let (mut bad, mut bytes) = (0usize, 0u64);
-        for chunk in &chunks {
-            let checked = tokio::time::timeout(timeout, self.check(*chunk, variant)).await;
-            let checked = checked.map_err(|_| unavailable("reading a chunk took too long; raise --timeout"))??;
-            let fault = match checked {
-                Ok(read) => {
-                    bytes += read;
-                    None
-                }
-                Err(fault) => {
-                    bad += 1;
-                    Some(fault)
-                }
-            };
-            if self.json {
-                output::json(&json!({"event": "chunk", "chunk": chunk.to_string(), "fault": fault}))?;
-            } else if let Some(fault) = fault {
-                output::line(format_args!("{chunk}: {fault}"))?;
-            }
-        }
-        let good = chunks.len() - bad;
-        if self.json {
-            output::json(&json!({"event": "done", "good": good, "bad": bad, "bytes": bytes}))?;
-        } else {
-            output::line(format_args!("{good} chunks are whole ({}), {bad} are not", output::bytes(bytes)))?;
-        }
-        if bad > 0 {
-            return Err(data(format!("{bad} of {} chunks cannot be used; asking repairs them", chunks.len())));
-        }
-        Ok(())
-    }
-
-    async fn chunks_of_documents(&self, prefix: &str) -> anyhow::Result<Vec<ChunkId>> {
-        let keys = self.cache.list_records(prefix).await.map_err(|status| self.refused(status))?;
-        let mut chunks = Vec::new();
-        for key in keys.iter().filter(|key| key.contains("/documents/")) {
-            let Some(record) = self.cache.get_record(key).await.map_err(|status| self.refused(status))? else {
-                continue;
-            };
-            let document: Document = serde_json::from_slice(&record)
-                .map_err(|error| data(format!("record {key}: {error}; ingest the document again")))?;
-            chunks.extend(document.chunks.iter().flat_map(|chunk| chunk.ids.values().copied()));
-        }
-        chunks.sort_unstable();
-        chunks.dedup();
-        Ok(chunks)
-    }
-
-    /// Bytes of the chunk's KV, or what is wrong with it.
-    async fn check(&self, chunk: ChunkId, variant: kvsplice_kv::Variant) -> anyhow::Result<Result<u64, String>> {
-        let want = v1::Want { chunks: vec![chunk.to_string()], variant: variant.to_string(), ..Default::default() };
-        let (_requests, mut frames) = self.cache.get_chunks(want).await.map_err(|status| self.refused(status))?;
-        let mut bytes = 0;
-        while let Some(frame) = frames.message().await.map_err(|status| self.refused(status))? {
-            if !frame.error.is_empty() {
-                return Ok(Err(frame.error));
-            }
-            if !intact(&frame) {
-                return Ok(Err(format!("layer {} does not match its checksum on arrival", frame.layer)));
-            }
-            bytes += frame.data.len() as u64;
-        }
-        Ok(Ok(bytes))
     }
 }

@@ -38,6 +38,9 @@ fn dead_address() -> String {
     std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()
 }
 
+/// A chunk id.
+const ID: &str = "00112233445566778899aabbccddeeff00112233445566778899aabbccddeeff";
+
 #[test]
 fn help_and_version_are_no_failure() {
     for arguments in [&["--help"][..], &["--version"], &["ask", "--help"], &["help", "doctor"]] {
@@ -51,7 +54,7 @@ fn help_and_version_are_no_failure() {
 
 #[test]
 fn wrong_usage_is_code_64_and_names_the_value() {
-    let cases: [(&[&str], &str); 10] = [
+    let cases: [(&[&str], &str); 16] = [
         (&["aks"], "aks"),
         (&["ask", "--corpus", "c", "q", "--strategy", "magic"], "unknown strategy"),
         (&["ask", "--corpus", "c", "q", "--ratio", "1.5"], "ratio must be in 0..=1"),
@@ -62,6 +65,12 @@ fn wrong_usage_is_code_64_and_names_the_value() {
         (&["ask", "q"], "--corpus, --documents or --raw"),
         (&["ingest", "x.txt"], "--corpus"),
         (&["ask", "--corpus", "c", "q", "--server", "localhost"], "HOST:PORT"),
+        (&["cache", "verify"], "--all"),
+        (&["cache", "verify", "--all", ID], "cannot be used with"),
+        (&["cache", "gc", "--older-than", "soon"], "--older-than"),
+        (&["cache", "pin"], "ID"),
+        (&["cache", "pin", "12xy"], "12xy"),
+        (&["cache", "pin", ID], "--server"),
     ];
     for (arguments, part) in cases {
         let line = fails(arguments, 64);
@@ -119,7 +128,10 @@ fn a_server_that_is_down_is_code_69_and_named() {
         &["compare", "--corpus", "c", "q"],
         &["cache", "stats"],
         &["cache", "ls"],
-        &["cache", "verify"],
+        &["cache", "verify", "--all"],
+        &["cache", "gc", "--dry-run"],
+        &["cache", "pin", ID],
+        &["cache", "unpin", ID],
     ] {
         let line = fails(&[command, &["--server", &server]].concat(), 69);
         assert!(line.contains(&server), "{line}");

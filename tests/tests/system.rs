@@ -235,3 +235,72 @@ fn a_stream_is_finished_before_a_role_stops() {
         assert!(process.wait(Duration::from_secs(60)).unwrap().success(), "{}", process.role());
     }
 }
+
+/// The last line that `kvsplice cache` prints with these arguments, which must succeed.
+fn cache(address: &str, arguments: &[&str]) -> Value {
+    done(&run_ok(&[&["cache"], arguments, &["--server", address, "--json"]].concat()).unwrap())
+}
+
+#[test]
+fn orphans_are_removed_and_what_documents_name_or_is_pinned_stays() {
+    let cluster = Cluster::start(&TINY).unwrap();
+    ingest(cluster.server(), &["marguerite.md", "ansel-drury.md"]);
+    let address = cluster.cache.address();
+    let before = objects(&cluster.store());
+    assert_eq!(cache(address, &["gc", "--older-than", "0s"])["orphans"], 0);
+    assert!(objects(&cluster.store()) == before, "nothing was an orphan");
+
+    // Without its record a document's chunks are orphans.
+    let records = run_ok(&["cache", "ls", "default/harbor/documents", "--server", address]).unwrap();
+    let record = records.lines().last().unwrap();
+    let named: Value = serde_json::from_str(&run_ok(&["cache", "get", record, "--server", address]).unwrap()).unwrap();
+    let pinned = named["chunks"][0]["ids"].as_object().unwrap().values().next().unwrap().as_str().unwrap();
+    fs::remove_file(cluster.store().join("records").join(record)).unwrap();
+    assert_eq!(cache(address, &["pin", pinned])["pins"], 1);
+    assert_eq!(cache(address, &["gc"])["orphans"], 0, "all are too young");
+    let dry = cache(address, &["gc", "--older-than", "0s", "--dry-run"]);
+    assert!(dry["orphans"].as_u64().unwrap() > 0, "{dry}");
+    assert_eq!(dry["protected"], 1);
+    assert!(objects(&cluster.store()) == before, "a dry run removes nothing");
+
+    let removed = cache(address, &["gc", "--older-than", "0s"]);
+    assert_eq!((&removed["orphans"], &removed["bytes"]), (&dry["orphans"], &dry["bytes"]));
+    let after = objects(&cluster.store());
+    assert_eq!(after.len() as u64 + removed["orphans"].as_u64().unwrap(), before.len() as u64);
+    assert!(after.iter().all(|(path, bytes)| before.get(path) == Some(bytes)));
+    assert_eq!(cache(address, &["unpin", pinned])["pins"], 0);
+    assert_eq!(cache(address, &["gc", "--older-than", "0s"])["orphans"], 1, "the chunk that was pinned");
+    assert_eq!(cache(address, &["verify", "--all"])["bad"], 0);
+}
+
+#[test]
+fn verify_names_what_is_damaged_and_what_is_missing() {
+    let cluster = Cluster::start(&TINY).unwrap();
+    ingest(cluster.server(), &["marguerite.md"]);
+    let address = cluster.cache.address();
+    let whole = cache(address, &["verify", "--all"]);
+    let objects = objects(&cluster.store());
+    // The named chunks may have bases that no document names, such as the prefix.
+    assert!(whole["objects"].as_u64().unwrap() > 1 && whole["objects"].as_u64().unwrap() <= objects.len() as u64);
+    assert_eq!(cache(address, &["verify", "--prefix", "default/nothing"])["chunks"], 0);
+
+    let all = |arguments: &[&str]| run(&[&["cache", "verify", "--server", address], arguments].concat()).unwrap();
+    let records = run_ok(&["cache", "ls", "default/harbor/documents", "--server", address]).unwrap();
+    let record = run_ok(&["cache", "get", records.lines().next().unwrap(), "--server", address]).unwrap();
+    let named = |path: &&PathBuf| path.iter().nth(1).is_some_and(|id| record.contains(id.to_str().unwrap()));
+    let paths: Vec<&PathBuf> = objects.keys().filter(named).take(2).collect();
+    let mut bytes = objects[paths[0]].clone();
+    *bytes.last_mut().unwrap() ^= 1;
+    fs::write(cluster.store().join(paths[0]), bytes).unwrap();
+    fs::remove_file(cluster.store().join(paths[1])).unwrap();
+    let output = all(&["--all"]);
+    assert_eq!(output.status.code(), Some(65));
+    let lines = String::from_utf8(output.stdout).unwrap();
+    let fault = |path: &Path, word: &str| {
+        let id = path.iter().nth(1).unwrap().to_str().unwrap();
+        lines.lines().any(|line| line.contains(id) && line.contains(word))
+    };
+    assert!(fault(paths[0], "damaged: ") && fault(paths[1], "missing"), "{lines}");
+    let sound = objects.keys().find(|path| !paths.contains(path)).unwrap().iter().nth(1).unwrap();
+    assert_eq!(all(&[sound.to_str().unwrap()]).status.code(), Some(0));
+}
