@@ -82,7 +82,7 @@ mod tests {
         let of = |text: &str| flags(&text.parse().unwrap());
         assert_eq!(of("craft:alpha=2"), "--strategy craft --alpha 2");
         assert_eq!(of("craft"), "--strategy craft");
-        assert_eq!(of("clip:0.1:aux_layers=0.5..0.8"), "--strategy clip --ratio 0.1 --aux-layers 0.5..0.8");
+        assert_eq!(of("clip:0.1:aux_layers=last"), "--strategy clip --ratio 0.1 --aux-layers last");
         assert_eq!(of("ape:context_scale=1"), "--strategy ape --context-scale 1");
     }
 }
