@@ -213,6 +213,7 @@ impl OptionFlags {
 }
 
 /// A ratio in 0..=1, as a flag.
+#[cfg(all(feature = "head", feature = "worker", feature = "cache"))]
 pub(crate) fn ratio(text: &str) -> Result<f32, String> {
     let ratio: f32 = text.parse().map_err(|error| format!("{error}"))?;
     Options { ratio, ..Options::default() }.validate().map_err(|error| error.to_string())?;

@@ -32,9 +32,12 @@ pub(crate) struct HeatRow {
     pub(super) kl: Vec<f64>,
 }
 
+/// A strategy without its grouping on one set, and the mean KL of each grouping.
+type Sweep<'a> = (&'a str, Options, Vec<(Group, f64)>);
+
 /// The sweeps that a report's rows hold: at least two windows and two thresholds.
 pub(super) fn of(rows: &[Row]) -> Vec<Heat> {
-    let mut sweeps: Vec<(&str, Options, Vec<(Group, f64)>)> = Vec::new();
+    let mut sweeps: Vec<Sweep<'_>> = Vec::new();
     for row in rows {
         let (Ok(options), Some(kl)) = (row.strategy.parse::<Options>(), row.kl) else { continue };
         if !options.uses("group") || options.group == Group::NONE {

@@ -4,7 +4,7 @@ use minijinja::{Environment, Value};
 use serde_json::json;
 
 use super::heat::Heat;
-use super::plot::{self, Point};
+use super::plot::{self, Bar, Point};
 use super::{Interval, Report, Row, table};
 
 const PAGE: &str = include_str!("page.html");
@@ -20,6 +20,9 @@ pub(super) fn render(report: &Report) -> anyhow::Result<String> {
             names.push(&row.strategy);
         }
     }
+    // Points of many strategies have the numbers of the legend.
+    let numbered = names.len() > plot::DISTINCT;
+    let name = |place: usize, row: &Row| if numbered { (place + 1).to_string() } else { row.strategy.clone() };
     let color = |row: &Row| names.iter().position(|name| *name == row.strategy).unwrap_or_default();
     let mut sets: Vec<&str> = Vec::new();
     for row in &report.rows {
@@ -37,15 +40,21 @@ pub(super) fn render(report: &Report) -> anyhow::Result<String> {
         };
         add(
             "KL to full attention against time to first token (lower and further left is better)",
-            by_time("KL, nats", &rows, |row| row.kl)?,
+            by_time("KL, nats", &rows, name, |row| row.kl)?,
         );
         let score = |row: &Row| row.score.map(|score| score.scaled(100.0));
-        add("Score against time to first token (higher and further left is better)", by_time("score", &rows, score)?);
+        add(
+            "Score against time to first token (higher and further left is better)",
+            by_time("score", &rows, name, score)?,
+        );
         add("KL by task", by_task(report, "KL, nats", &rows, |row, task| row.kl_of(task))?);
         add("Score by task", by_task(report, "score", &rows, |row, task| row.score_of(task))?);
     }
-    let legend: Vec<_> =
-        names.iter().enumerate().map(|(index, name)| json!({"name": name, "color": plot::css(index)})).collect();
+    let legend: Vec<_> = names
+        .iter()
+        .enumerate()
+        .map(|(index, name)| json!({"name": name, "number": numbered.then_some(index + 1), "color": plot::css(index)}))
+        .collect();
     let mut environment = Environment::new();
     environment.add_template("report.html", PAGE)?;
     let page = environment.get_template("report.html")?;
@@ -68,13 +77,14 @@ pub(super) fn render(report: &Report) -> anyhow::Result<String> {
 fn by_time(
     what: &str,
     rows: &[(usize, &Row)],
+    name: impl Fn(usize, &Row) -> String,
     value: impl Fn(&Row) -> Option<Interval>,
 ) -> anyhow::Result<Option<String>> {
     let mut points = Vec::new();
     for (color, row) in rows {
         if let (Some(ttft_ms), Some(interval)) = (row.ttft_ms, value(row)) {
             let Interval { mean, low, high } = interval;
-            points.push(Point { name: row.strategy.clone(), color: *color, ttft_ms, value: mean, low, high });
+            points.push(Point { name: name(*color, row), color: *color, ttft_ms, value: mean, low, high });
         }
     }
     if points.is_empty() { Ok(None) } else { plot::against_time(what, &points).map(Some) }
@@ -86,9 +96,10 @@ fn by_task(
     rows: &[(usize, &Row)],
     value: impl Fn(&Row, &str) -> Option<f64>,
 ) -> anyhow::Result<Option<String>> {
-    let bars = |task: &str| rows.iter().map(|(color, row)| (*color, value(row, task))).collect::<Vec<_>>();
+    let bars =
+        |task: &str| rows.iter().map(|(color, row)| Bar { color: *color, value: value(row, task) }).collect::<Vec<_>>();
     let tasks: Vec<(&str, _)> = report.tasks.iter().map(|task| (task.as_str(), bars(task))).collect();
-    let known = tasks.iter().any(|(_, bars)| bars.iter().any(|(_, value)| value.is_some()));
+    let known = tasks.iter().any(|(_, bars)| bars.iter().any(|bar| bar.value.is_some()));
     if known { plot::bars(what, &tasks).map(Some) } else { Ok(None) }
 }
 

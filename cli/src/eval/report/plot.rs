@@ -36,6 +36,16 @@ pub(super) struct Point {
     pub(super) high: f64,
 }
 
+/// One bar of a group.
+pub(super) struct Bar {
+    pub(super) color: usize,
+    /// None where a strategy has no samples.
+    pub(super) value: Option<f64>,
+}
+
+/// More strategies than this cannot be told apart by color, and their names would cover each other.
+pub(super) const DISTINCT: usize = COLORS.len();
+
 /// The color of a strategy, as CSS has it.
 pub(super) fn css(color: usize) -> String {
     let RGBColor(red, green, blue) = pick(color);
@@ -53,39 +63,42 @@ pub(super) fn against_time(what: &str, points: &[Point]) -> anyhow::Result<Strin
         let top = points.iter().map(|point| point.high).fold(1e-9, f64::max) * 1.1;
         let mut chart = chart(&root)?.build_cartesian_2d(0.0..right, 0.0..top).map_err(failed)?;
         let mut mesh = chart.configure_mesh();
-        mesh.axis_style(BLACK.mix(0.6)).light_line_style(BLACK.mix(0.05)).bold_line_style(BLACK.mix(0.15));
+        mesh.axis_style(BLACK.mix(0.6)).max_light_lines(1).bold_line_style(BLACK.mix(0.15));
         mesh.label_style(FONT).x_desc("time to first token, ms (median)").y_desc(what).draw().map_err(failed)?;
         for point in points {
             let color = pick(point.color);
             let bounds = [(point.ttft_ms, point.low), (point.ttft_ms, point.high)];
             chart.draw_series([PathElement::new(bounds, color.stroke_width(2))]).map_err(failed)?;
+            // At the right edge there is room to the left only.
+            let (side, gap) = if point.ttft_ms > 0.8 * right { (HPos::Right, -9) } else { (HPos::Left, 9) };
+            let label = FONT.into_font().into_text_style(&root).pos(Pos::new(side, VPos::Center));
             let mark = EmptyElement::at((point.ttft_ms, point.value))
                 + Circle::new((0, 0), 5, color.filled())
-                + Text::new(point.name.clone(), (9, -14), FONT.into_font());
+                + Text::new(point.name.clone(), (gap, -8), label);
             chart.draw_series([mark]).map_err(failed)?;
         }
         Ok(())
     })
 }
 
-/// Bars in groups: for each task, one a strategy (its color with a value, or none where it has no samples).
-pub(super) fn bars(what: &str, tasks: &[(&str, Vec<(usize, Option<f64>)>)]) -> anyhow::Result<String> {
+/// Bars in groups: for each task, one a strategy.
+pub(super) fn bars(what: &str, tasks: &[(&str, Vec<Bar>)]) -> anyhow::Result<String> {
     draw(|root| {
-        let values = tasks.iter().flat_map(|(_, bars)| bars.iter().filter_map(|(_, value)| *value));
+        let values = tasks.iter().flat_map(|(_, bars)| bars.iter().filter_map(|bar| bar.value));
         let top = values.fold(1e-9, f64::max) * 1.1;
         let x: Range<f64> = 0.0..tasks.len() as f64;
         let mut chart = chart(&root)?.build_cartesian_2d(x, 0.0..top).map_err(failed)?;
         let mut mesh = chart.configure_mesh();
-        mesh.axis_style(BLACK.mix(0.6)).light_line_style(BLACK.mix(0.05)).bold_line_style(BLACK.mix(0.15));
+        mesh.axis_style(BLACK.mix(0.6)).max_light_lines(1).bold_line_style(BLACK.mix(0.15));
         mesh.disable_x_mesh().x_labels(0).label_style(FONT).y_desc(what).draw().map_err(failed)?;
         let label = FONT.into_font().into_text_style(&root).pos(Pos::new(HPos::Center, VPos::Top));
         for (place, (task, bars)) in tasks.iter().enumerate() {
             let place = place as f64;
             let width = 0.8 / bars.len().max(1) as f64;
-            for (index, (color, value)) in bars.iter().enumerate() {
+            for (index, bar) in bars.iter().enumerate() {
                 let left = place + 0.1 + width * index as f64;
-                let corners = [(left, 0.0), (left + width * 0.9, value.unwrap_or(0.0))];
-                chart.draw_series([Rectangle::new(corners, pick(*color).filled())]).map_err(failed)?;
+                let corners = [(left, 0.0), (left + width * 0.9, bar.value.unwrap_or(0.0))];
+                chart.draw_series([Rectangle::new(corners, pick(bar.color).filled())]).map_err(failed)?;
             }
             let name = EmptyElement::at((place + 0.5, 0.0)) + Text::new((*task).to_owned(), (0, 8), label.clone());
             chart.draw_series([name]).map_err(failed)?;
