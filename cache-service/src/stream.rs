@@ -13,7 +13,7 @@ use std::time::Duration;
 use futures::future::{AbortHandle, Abortable, BoxFuture};
 use futures::stream::FuturesUnordered;
 use futures::{FutureExt, Stream, StreamExt};
-use kvsplice_kv::{ChunkId, Variant};
+use kvsplice_kv::{ChunkId, RowRanges, Variant};
 use kvsplice_proto::v1::get_chunks_request::Message;
 use kvsplice_proto::v1::{Frame, GetChunksRequest, Want};
 use kvsplice_proto::{convert, v1};
@@ -89,6 +89,8 @@ struct Chunk {
     batch: usize,
     read: Option<AbortHandle>,
     dropped: bool,
+    /// Rows that are not sent of layers from this one on.
+    skip: (u32, RowRanges),
 }
 
 type ReadResult = Result<(Arc<Object>, Vec<Loaded>), Miss>;
@@ -154,8 +156,12 @@ pub(crate) async fn send(
             message = requests.next(), if listening => match message.map(|message| message.map(|m| m.message)) {
                 None => listening = false,
                 Some(Err(_gone)) => return,
-                // Rows that will be recomputed are sent as well: harmless, and the layer is verified as a whole.
-                Some(Ok(Some(Message::Skip(skip)))) if skip.chunk < places => {}
+                Some(Ok(Some(Message::Skip(skip)))) if skip.chunk < places => {
+                    if let Err(error) = sender.skip_rows(&skip) {
+                        let _ = out.send_timeout(Err(error.into()), STALL).await;
+                        return;
+                    }
+                }
                 Some(Ok(Some(Message::Drop(v1::Drop { chunk })))) if chunk < places => sender.drop_chunk(chunk),
                 Some(Ok(_)) => {
                     let status = Status::invalid_argument("after Want, send Skip or Drop with a place in Want.chunks");
@@ -188,6 +194,7 @@ impl Sender {
             batch: 1,
             read: None,
             dropped: false,
+            skip: (0, RowRanges::default()),
         };
         let chunks: Vec<Chunk> = wanted.chunks.into_iter().map(chunk).collect();
         let waiting = (0..chunks.len()).map(|index| Reverse((first, index))).collect();
@@ -275,14 +282,17 @@ impl Sender {
                 return Some(());
             }
             let ((layer, _), Ready::Layer(loaded, bytes)) = self.ready.pop_first()? else { return None };
-            let chunk = self.chunks.get(index).and_then(|chunk| Some((chunk.place, chunk.object.as_ref()?)));
-            let Some((place, object)) = chunk else {
+            let chunk = self.chunks.get(index).and_then(|chunk| Some((chunk, chunk.object.as_ref()?)));
+            let Some((chunk, object)) = chunk else {
                 debug!(layer, "a layer without its chunk");
                 self.ready_bytes -= bytes;
                 continue;
             };
             // Its bytes stay counted until the last frame is taken.
-            let frames = Frames::new(place, loaded, object.header.layout.row_bytes()).peekable();
+            let nothing = RowRanges::default();
+            let (from_layer, rows) = &chunk.skip;
+            let skip = if layer < *from_layer { &nothing } else { rows };
+            let frames = Frames::new(chunk.place, loaded, object.header.layout.row_bytes(), skip).peekable();
             self.sending = Some((index, bytes, frames));
             return Some(());
         }
@@ -298,6 +308,16 @@ impl Sender {
             Ready::Error(miss) => Some(frame::error(place, layer, miss.to_string())),
             Ready::Layer(..) => None,
         }
+    }
+
+    /// Leaves rows out of layers that are not being sent yet. They are read all the same: a layer is verified as a whole.
+    fn skip_rows(&mut self, skip: &v1::Skip) -> Result<(), Error> {
+        service::check_count("skip.rows", skip.rows.len())?;
+        let rows = convert::rows(&skip.rows)?;
+        if let Some(chunk) = self.chunks.iter_mut().find(|chunk| chunk.place == skip.chunk) {
+            chunk.skip = (skip.from_layer, rows);
+        }
+        Ok(())
     }
 
     /// Sends nothing more of the chunk at `place`. A repeat stands under its first place; dropping another changes nothing.

@@ -10,19 +10,20 @@ use kvsplice_kv::{ChunkId, RowRanges, Variant};
 use kvsplice_model::cache::StoredLayer;
 use kvsplice_model::encode::ChunkKv;
 use kvsplice_proto::v1;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 use tokio::task::{AbortHandle, JoinHandle};
 use tonic::Status;
 
 use crate::beginning::Beginning;
 use crate::decode::{Scores, Sequence};
-use crate::load::{Loaded, WantedChunk};
+use crate::load::{Loaded, Skips, WantedChunk};
 use crate::pass::{Batch, Pass};
 use crate::prefill::Prefill;
 use crate::prompt::Prompt;
 use crate::receipt::{self, Computed, PartOutcome, Timeline};
 use crate::request::{Kind, Request};
 use crate::schedule::State;
+use crate::skip::skippable;
 use crate::text::Text;
 
 /// What a request's caller hears.
@@ -90,6 +91,8 @@ pub(crate) struct Active {
     rows: RowRanges,
     rows_complete: bool,
     loaders: Vec<AbortHandle>,
+    /// Where each loader hears which rows need not come.
+    skips: Vec<oneshot::Sender<Skips>>,
     layers: u32,
 }
 
@@ -140,6 +143,7 @@ impl Active {
             rows: RowRanges::default(),
             rows_complete: false,
             loaders: Vec::new(),
+            skips: Vec::new(),
             request: Arc::new(request),
             events,
             text,
@@ -169,16 +173,16 @@ impl Active {
         wanted
     }
 
-    pub(crate) fn loads(&mut self, loader: AbortHandle) {
+    pub(crate) fn loads(&mut self, loader: AbortHandle, skips: oneshot::Sender<Skips>) {
         self.loaders.push(loader);
+        self.skips.push(skips);
     }
 
     /// Takes in news of a chunk.
     pub(crate) fn loaded(&mut self, news: Loaded) {
         let started = !matches!(self.stage, Stage::Waiting);
         match news {
-            Loaded::Layer { chunk, layer, stored, source } => {
-                let bytes = (stored.keys.len() + stored.values.len()) as u64;
+            Loaded::Layer { chunk, layer, stored, source, bytes } => {
                 for (user, &part) in self.users[chunk].iter().enumerate() {
                     let part = &mut self.parts[part];
                     part.layers[layer as usize] = Some(stored.clone());
@@ -220,6 +224,11 @@ impl Active {
         if complete_below >= self.request.tokens() - self.request.targets.len() as u32 {
             self.rows_complete = true;
             self.timeline.rows_known = Some(self.request.now_ms());
+            let skips = skippable(&self.request, &self.rows, self.beginning.tokens(), &self.users);
+            for loader in self.skips.drain(..).filter(|_| !skips.is_empty()) {
+                // One that has everything already does not listen.
+                drop(loader.send(skips.clone()));
+            }
         }
         Ok(())
     }

@@ -164,8 +164,9 @@ impl Engine {
                 lease: active.request.lease.clone(),
             };
             let sink = async move |news| commands.send(Command::Loaded { id, news }).await.is_ok();
-            let loading = tokio::spawn(load(self.cache.clone(), wanted, sink).instrument(span.clone()));
-            active.loads(loading.abort_handle());
+            let (skips, said) = oneshot::channel();
+            let loading = tokio::spawn(load(self.cache.clone(), wanted, said, sink).instrument(span.clone()));
+            active.loads(loading.abort_handle(), skips);
         }
         self.active.push(active);
         Ok(id)

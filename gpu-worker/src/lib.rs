@@ -29,6 +29,7 @@ mod receipt;
 mod request;
 mod schedule;
 mod service;
+mod skip;
 mod text;
 mod through;
 mod tree;

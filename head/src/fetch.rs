@@ -116,7 +116,7 @@ mod tests {
             crc32c: crc32c::crc32c(data),
             data: bytes::Bytes::copy_from_slice(data),
             source: "object".into(),
-            error: String::new(),
+            ..v1::Frame::default()
         }
     }
 

@@ -83,6 +83,54 @@ fn rows_are_computed_while_later_layers_are_loaded() {
     assert!(rows.start_ms < load.end_ms, "{:?}", answer.receipt.spans);
 }
 
+fn loaded_bytes(answer: &Answer) -> u64 {
+    answer.receipt.chunks.iter().map(|chunk| chunk.bytes).sum()
+}
+
+#[test]
+fn rows_that_are_recomputed_are_not_loaded_when_loading_is_slow() {
+    let store = Arc::new(FaultyStore::default());
+    let cache = CacheService::start(store.clone(), 0, ANY_PORT).unwrap();
+    // Scoring takes longer than loading from a store that is not slow, so that everything comes whole there.
+    let pair = Pair::start(cache.address(), &TINY_PRIMARY).unwrap();
+    let client = Client::connect(pair.head.address()).unwrap();
+    let (chunks, question) = (chunks(6, 100), words(2000, 20));
+    let ask = |specification: &str| {
+        let options = v1::Options { prefix_cache: Some(false), ..kvsplice_tests::specification(specification) };
+        client.generate(request(inline(&chunks, &question, true), options, 8)).unwrap()
+    };
+    ask("direct");
+    let direct = ask("direct");
+    let whole = loaded_bytes(&direct);
+    for specification in ["clip:0.5", "clip:0.5:group=none", "clip:1"] {
+        store.delay_reads(Duration::ZERO);
+        let quick = ask(specification);
+        assert!(loaded_bytes(&quick) <= whole);
+        // Some layers are on their way when the rows are known, others are not.
+        for delay_ms in [40, 100, 250] {
+            store.delay_reads(Duration::from_millis(delay_ms));
+            let answer = ask(specification);
+            assert_eq!(answer.text, quick.text, "{specification}, {delay_ms} ms");
+            assert_eq!(answer.logit_difference(&quick), 0.0, "{specification}, {delay_ms} ms");
+            assert!(loaded_bytes(&answer) <= whole);
+        }
+        // No layer comes before the rows are known.
+        store.delay_reads(Duration::from_secs(2));
+        let slow = ask(specification);
+        assert_eq!(slow.text, quick.text);
+        assert_eq!(slow.logit_difference(&quick), 0.0);
+        assert_eq!(slow.dump.rows, quick.dump.rows);
+        let (rows, tokens) = slow
+            .receipt
+            .chunks
+            .iter()
+            .fold((0, 0), |(rows, tokens), chunk| (rows + u64::from(chunk.rows), tokens + u64::from(chunk.tokens)));
+        let expected = whole as f64 * (1.0 - rows as f64 / tokens as f64);
+        println!("{specification}: {} of {whole} bytes, {rows} of {tokens} rows are recomputed", loaded_bytes(&slow));
+        assert!((loaded_bytes(&slow) as f64 - expected).abs() <= 0.02 * whole as f64, "expected {expected}");
+    }
+}
+
 /// Five stored chunks, and a request for them.
 struct Story {
     store: Arc<FaultyStore>,

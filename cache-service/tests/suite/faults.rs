@@ -7,8 +7,9 @@ use std::time::Duration;
 
 use kvsplice_cache_service::Config;
 use kvsplice_kv::ChunkId;
+use kvsplice_proto::cache::intact;
 use kvsplice_proto::v1::get_chunks_request::Message;
-use kvsplice_proto::v1::{Drop, GetChunksRequest, Skip};
+use kvsplice_proto::v1::{Drop, GetChunksRequest, Range, Skip};
 use object_store::memory::InMemory;
 use object_store::{ObjectStore, ObjectStoreExt, path::Path};
 use tokio::sync::Semaphore;
@@ -98,17 +99,62 @@ async fn a_dropped_chunk_is_not_waited_for() {
         assert_eq!(frame.chunk, 1);
         count += 1;
     }
-    assert_eq!(count, 12, "a skip may be ignored, a drop ends the chunk");
+    assert_eq!(count, 12, "a skip of no rows changes nothing, a drop ends the chunk");
     eventually("the read of the dropped chunk ends", || store.reading.load(Ordering::SeqCst) == 0).await;
     server.stop().await;
 }
 
 #[tokio::test]
-async fn a_place_that_was_not_wanted_is_refused() {
+async fn skipped_rows_do_not_come_and_the_others_are_exact() {
+    let (chunk, dropped) = (chunk(3, 4, 30), chunk(4, 4, 30));
+    let gate = Arc::new(Semaphore::new(0));
+    let held = gate.clone();
+    let store = Faulty::on_read(filled(&[&chunk, &dropped]).await, move |_, _| Read::Wait(held.clone()));
+    let server = Server::start(store.clone()).await;
+    let (requests, mut frames) = server.client.get_chunks(want(&[chunk.id, dropped.id])).await.unwrap();
+    eventually("both are read", || store.reading.load(Ordering::SeqCst) == 2).await;
+    let ranges = [0..2, 5..11, 29..40];
+    let rows = ranges.iter().map(|rows| Range { first: rows.start, end: rows.end }).collect();
+    requests.send(request(Message::Skip(Skip { chunk: 0, rows, from_layer: 1 }))).await.unwrap();
+    requests.send(request(Message::Drop(Drop { chunk: 1 }))).await.unwrap();
+    // Requests are heard in order.
+    eventually("the drop is heard", || store.reading.load(Ordering::SeqCst) == 1).await;
+    gate.add_permits(1000);
+    let row_bytes = chunk.layers[0].len() / 60;
+    let skipped = |row: usize| ranges.iter().any(|range| range.contains(&(row as u32)));
+    let mut seen = [[[false; 30]; 2]; 4];
+    while let Some(frame) = frames.message().await.unwrap() {
+        assert!(intact(&frame));
+        let (layer, part) = (frame.layer as usize, frame.part as usize);
+        let whole = [Range { first: frame.first_row, end: frame.first_row + frame.rows }];
+        let ranges = if frame.gathered.is_empty() { &whole[..] } else { &frame.gathered };
+        let rows = ranges.iter().flat_map(|range| range.first as usize..range.end as usize);
+        for (row, data) in rows.zip(frame.data.chunks(row_bytes)) {
+            let first = (part * 30 + row) * row_bytes;
+            assert!(chunk.layers[layer][first..first + row_bytes] == *data, "layer {layer}, row {row}");
+            seen[layer][part][row] = true;
+        }
+    }
+    for (layer, parts) in seen.iter().enumerate() {
+        for part in parts {
+            assert!((0..30).all(|row| part[row] == (layer < 1 || !skipped(row))), "layer {layer}: {part:?}");
+        }
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_place_that_was_not_wanted_and_bad_ranges_are_refused() {
     let slow = chunk(1, 2, 3);
     let (store, _gate) = gated(slow.id, &[&slow]).await;
     let server = Server::start(store).await;
-    for message in [Message::Drop(Drop { chunk: 1 }), Message::Want(want(&[slow.id]))] {
+    let overlapping = vec![Range { first: 3, end: 9 }, Range { first: 8, end: 9 }];
+    for message in [
+        Message::Drop(Drop { chunk: 1 }),
+        Message::Want(want(&[slow.id])),
+        Message::Skip(Skip { chunk: 1, rows: vec![], from_layer: 0 }),
+        Message::Skip(Skip { chunk: 0, rows: overlapping, from_layer: 0 }),
+    ] {
         let (requests, mut frames) = server.client.get_chunks(want(&[slow.id])).await.unwrap();
         requests.send(request(message)).await.unwrap();
         assert_eq!(frames.message().await.unwrap_err().code(), Code::InvalidArgument);
