@@ -12,7 +12,7 @@ use kvsplice_model::decoder::SLICE_ROWS;
 use kvsplice_model::encode::layout;
 use kvsplice_model::{Compute, Model};
 use kvsplice_proto::cache::CacheClient;
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::{Semaphore, mpsc, oneshot};
 use tonic::Status;
 use tracing::{Instrument, Span, debug, info, warn};
 

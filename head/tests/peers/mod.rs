@@ -71,6 +71,7 @@ impl v1::cache_server::Cache for Cache {
                         data: half,
                         source: "object".to_owned(),
                         error: String::new(),
+                        gathered: Vec::new(),
                     });
                 }
             }
