@@ -7,8 +7,8 @@
 
 use tch::{Kind, Tensor};
 
-use crate::cpu::attention::{Isa, Shape};
-use crate::{Error, argument, cpu, data};
+use crate::cpu::attention::Shape;
+use crate::{Error, Isa, argument, cpu, data};
 
 /// Rows a tile: enough work a call, few masked keys (measured best of 64, 128 and 256 on AVX2 and AVX-512).
 const TILE: usize = 128;

@@ -1,37 +1,69 @@
-//! Parallel loops on libtorch's thread pool.
+//! Parallel loops on libtorch's thread pool, or on threads of the moment in a build without it.
 
-use std::ffi::c_void;
-
-unsafe extern "C" {
-    fn kvsplice_parallel_for(end: i64, run: extern "C" fn(*mut c_void, i64, i64), context: *mut c_void);
-    safe fn kvsplice_threads() -> i32;
+/// Threads of the pool.
+pub(crate) fn threads() -> usize {
+    pool::threads()
 }
 
 /// Runs `body` for every index in `0..end`, spread over the pool; returns when all have run. Index i goes to thread
 /// i mod threads, so that work that grows with the index is balanced. `body` must not panic: that aborts.
 pub(crate) fn for_each<F: Fn(usize) + Sync>(end: usize, body: F) {
-    let stride = (kvsplice_threads().max(1) as usize).min(end.max(1));
-    let spread = |piece: usize| {
+    let stride = threads().min(end.max(1));
+    pool::start(stride, &|piece: usize| {
         let mut index = piece;
         while index < end {
             body(index);
             index += stride;
         }
-    };
-    extern "C" fn call<G: Fn(usize) + Sync>(context: *mut c_void, first: i64, last: i64) {
-        // SAFETY: `context` is the `&G` below, which outlives the call; `G: Sync`, so threads may share it.
-        let body = unsafe { &*context.cast::<G>() };
-        for piece in first..last {
-            body(piece as usize);
-        }
+    });
+}
+
+#[cfg(feature = "libtorch")]
+mod pool {
+    use std::ffi::c_void;
+
+    unsafe extern "C" {
+        fn kvsplice_parallel_for(end: i64, run: extern "C" fn(*mut c_void, i64, i64), context: *mut c_void);
+        safe fn kvsplice_threads() -> i32;
     }
-    fn start<G: Fn(usize) + Sync>(end: usize, body: &G) {
+
+    pub(super) fn threads() -> usize {
+        kvsplice_threads().max(1) as usize
+    }
+
+    /// Runs `body` for `0..pieces`; returns when all have run.
+    pub(super) fn start<G: Fn(usize) + Sync>(pieces: usize, body: &G) {
+        extern "C" fn call<G: Fn(usize) + Sync>(context: *mut c_void, first: i64, last: i64) {
+            // SAFETY: `context` is the `&G` below, which outlives the call; `G: Sync`, so threads may share it.
+            let body = unsafe { &*context.cast::<G>() };
+            for piece in first..last {
+                body(piece as usize);
+            }
+        }
         let context = std::ptr::from_ref(body).cast_mut().cast::<c_void>();
         // SAFETY: `call::<G>` matches the shim's signature and reads `context` as the `&G` that it is; the shim returns
         // only when every piece has run.
-        unsafe { kvsplice_parallel_for(end as i64, call::<G>, context) };
+        unsafe { kvsplice_parallel_for(pieces as i64, call::<G>, context) };
     }
-    start(stride, &spread);
+}
+
+#[cfg(not(feature = "libtorch"))]
+mod pool {
+    pub(super) fn threads() -> usize {
+        std::thread::available_parallelism().map_or(1, |threads| threads.get().min(4))
+    }
+
+    /// As the other one.
+    pub(super) fn start<G: Fn(usize) + Sync>(pieces: usize, body: &G) {
+        std::thread::scope(|scope| {
+            for piece in 1..pieces {
+                scope.spawn(move || body(piece));
+            }
+            if pieces > 0 {
+                body(0);
+            }
+        });
+    }
 }
 
 #[cfg(test)]

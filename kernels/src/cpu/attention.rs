@@ -1,5 +1,6 @@
 //! Ragged causal attention on slices: packs the query heads of a KV head into lanes and spreads tiles over the pool.
 
+use super::isa::Isa;
 pub(crate) use super::tile::HEAD_DIM_STEP;
 use super::tile::{Scratch, Tile, portable};
 #[cfg(target_arch = "x86_64")]
@@ -16,49 +17,7 @@ pub(crate) struct Shape {
     pub(crate) head_dim: usize,
 }
 
-/// An instruction set that this CPU has.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Isa {
-    #[cfg(target_arch = "x86_64")]
-    Avx512,
-    #[cfg(target_arch = "x86_64")]
-    Avx2,
-    Portable,
-}
-
 impl Isa {
-    /// Every instruction set that this CPU has: tests try them all.
-    #[cfg(test)]
-    pub(crate) fn available() -> Vec<Self> {
-        let mut available = Vec::new();
-        #[cfg(target_arch = "x86_64")]
-        {
-            if is_x86_feature_detected!("avx512f") {
-                available.push(Isa::Avx512);
-            }
-            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-                available.push(Isa::Avx2);
-            }
-        }
-        available.push(Isa::Portable);
-        available
-    }
-
-    /// The widest instruction set that this CPU has.
-    pub(crate) fn best() -> Self {
-        #[cfg(target_arch = "x86_64")]
-        {
-            // The library remembers the answers.
-            if is_x86_feature_detected!("avx512f") {
-                return Isa::Avx512;
-            }
-            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-                return Isa::Avx2;
-            }
-        }
-        Isa::Portable
-    }
-
     /// Lanes of the tiles that fit `needed` lanes best: narrow ones when one of them holds everything.
     fn lanes(self, needed: usize) -> usize {
         let (wide, narrow) = match self {
