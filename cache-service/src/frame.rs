@@ -1,14 +1,14 @@
-//! Cuts a layer into frames of whole rows, K first, each at most 1 MiB with its checksum. Rows that are not wanted are left
+//! Cuts a layer into frames of whole rows, part by part, each at most 1 MiB with its checksum. Rows that are not wanted are left
 //! out; what remains is gathered, so that the number of frames depends on bytes alone.
 
+use std::collections::VecDeque;
 use std::ops::Range;
 
 use bytes::{Bytes, BytesMut};
-use kvsplice_kv::RowRanges;
+use kvsplice_kv::{KvLayout, Part, RowRanges};
 use kvsplice_proto::server::FRAME_BYTES;
-use kvsplice_proto::v1;
 use kvsplice_proto::v1::Frame;
-use kvsplice_proto::v1::frame::Part;
+use kvsplice_proto::{convert, v1};
 
 use crate::fetch::Loaded;
 
@@ -22,27 +22,42 @@ const GATHERED_BYTES: usize = MAX_GATHERED * 16;
 pub(crate) struct Frames {
     place: u32,
     loaded: Loaded,
-    row_bytes: usize,
-    /// Rows of K; V has as many.
-    rows: usize,
+    /// What is left to send, in order.
+    pieces: VecDeque<Piece>,
+    /// Nothing is to be sent but one frame that says so.
+    empty: bool,
+}
+
+/// One part of the layer.
+struct Piece {
     part: Part,
+    /// Where its bytes begin in the layer.
+    start: usize,
+    row_bytes: usize,
     /// The rows to send, ascending.
     ranges: Vec<Range<usize>>,
     /// The range that is being sent, and its next row.
     next: (usize, usize),
-    /// Nothing is left to send but one frame that says so.
-    empty: bool,
 }
 
 impl Frames {
-    /// `place`: the chunk's place in Want. The layer is verified, hence K and V of whole rows. `skip`: rows to leave out.
-    pub(crate) fn new(place: u32, loaded: Loaded, row_bytes: usize, skip: &RowRanges) -> Self {
-        let rows = loaded.bytes.len() / row_bytes / 2;
-        let ranges = remaining(rows, skip);
-        let next = (0, ranges.first().map_or(0, |range| range.start));
-        Self { place, loaded, row_bytes, rows, part: Part::Keys, empty: ranges.is_empty(), ranges, next }
+    /// `place`: the chunk's place in Want. The layer is verified, hence as long as `layout` says for `tokens` tokens.
+    /// `skip`: rows to leave out.
+    pub(crate) fn new(place: u32, loaded: Loaded, layout: &KvLayout, tokens: u32, skip: &RowRanges) -> Self {
+        let wanted = remaining(tokens as usize, skip);
+        let piece = |&part: &Part| {
+            let ranges = if part.by_token() { wanted.clone() } else { remaining(part.rows(tokens) as usize, &RowRanges::default()) };
+            let next = (0, ranges.first().map_or(0, |range| range.start));
+            let start = layout.part_range(part, tokens).start;
+            Piece { part, start, row_bytes: layout.row_bytes(part), ranges, next }
+        };
+        let empty = wanted.is_empty();
+        let pieces = if empty { VecDeque::new() } else { layout.parts().iter().map(piece).collect() };
+        Self { place, loaded, pieces, empty }
     }
+}
 
+impl Piece {
     /// Takes the rows of the next frame.
     fn take(&mut self) -> Vec<Range<usize>> {
         let room = FRAME_BYTES - FIELD_BYTES - if self.ranges.len() > 1 { GATHERED_BYTES } else { 0 };
@@ -65,11 +80,10 @@ impl Frames {
         taken
     }
 
-    /// The bytes of these rows of the current part.
-    fn gather(&self, rows: &[Range<usize>]) -> Bytes {
-        let base = if self.part == Part::Keys { 0 } else { self.rows };
+    /// The bytes of these rows, out of the layer's.
+    fn gather(&self, layer: &Bytes, rows: &[Range<usize>]) -> Bytes {
         let slice = |rows: &Range<usize>| {
-            self.loaded.bytes.slice((base + rows.start) * self.row_bytes..(base + rows.end) * self.row_bytes)
+            layer.slice(self.start + rows.start * self.row_bytes..self.start + rows.end * self.row_bytes)
         };
         if let [rows] = rows {
             return slice(rows);
@@ -87,29 +101,31 @@ impl Iterator for Frames {
     type Item = Frame;
 
     fn next(&mut self) -> Option<Frame> {
-        let mut taken = self.take();
-        if taken.is_empty() && self.part == Part::Keys && !self.empty {
-            self.part = Part::Values;
-            self.next = (0, self.ranges.first().map_or(0, |range| range.start));
-            taken = self.take();
-        }
-        if taken.is_empty() && !std::mem::take(&mut self.empty) {
-            return None;
-        }
-        let data = self.gather(&taken);
-        let wire = |rows: &Range<usize>| v1::Range { first: rows.start as u32, end: rows.end as u32 };
-        Some(Frame {
+        let mut frame = Frame {
             chunk: self.place,
             layer: self.loaded.layer,
-            part: self.part.into(),
-            first_row: taken.first().map_or(0, |rows| rows.start as u32),
-            rows: taken.iter().map(|rows| rows.len() as u32).sum(),
-            crc32c: crc32c::crc32c(&data),
-            data,
             source: self.loaded.source.to_owned(),
-            error: String::new(),
-            gathered: if taken.len() > 1 { taken.iter().map(wire).collect() } else { Vec::new() },
-        })
+            ..Frame::default()
+        };
+        if std::mem::take(&mut self.empty) {
+            return Some(frame);
+        }
+        loop {
+            let piece = self.pieces.front_mut()?;
+            let taken = piece.take();
+            if taken.is_empty() {
+                self.pieces.pop_front();
+                continue;
+            }
+            let wire = |rows: &Range<usize>| v1::Range { first: rows.start as u32, end: rows.end as u32 };
+            frame.part = convert::wire_part(piece.part).into();
+            frame.data = piece.gather(&self.loaded.bytes, &taken);
+            frame.crc32c = crc32c::crc32c(&frame.data);
+            frame.first_row = taken.first().map_or(0, |rows| rows.start as u32);
+            frame.rows = taken.iter().map(|rows| rows.len() as u32).sum();
+            frame.gathered = if taken.len() > 1 { taken.iter().map(wire).collect() } else { Vec::new() };
+            return Some(frame);
+        }
     }
 }
 
@@ -137,23 +153,35 @@ pub(crate) fn error(place: u32, layer: u32, error: String) -> Frame {
 
 #[cfg(test)]
 mod tests {
+    use kvsplice_kv::Encoding;
     use prost::Message;
 
     use super::*;
 
-    /// K and V of a layer as its frames carry them, each row once; checks every frame.
-    fn join(frames: Frames, rows: usize, row_bytes: usize) -> [Vec<Option<Vec<u8>>>; 2] {
-        let mut parts = [vec![None; rows], vec![None; rows]];
+    const LAYOUTS: [(u32, KvLayout); 7] = [
+        (1, KvLayout { layers: 1, kv_heads: 1, head_dim: 2, encoding: Encoding::Bf16 }),
+        (3000, KvLayout { layers: 1, kv_heads: 2, head_dim: 32, encoding: Encoding::F32 }),
+        (1500, KvLayout { layers: 1, kv_heads: 8, head_dim: 128, encoding: Encoding::Bf16 }),
+        (2, KvLayout { layers: 1, kv_heads: 1024, head_dim: 512, encoding: Encoding::Bf16 }),
+        (4096, KvLayout { layers: 1, kv_heads: 3, head_dim: 40, encoding: Encoding::Int8 }),
+        (1001, KvLayout { layers: 1, kv_heads: 8, head_dim: 128, encoding: Encoding::Int4 }),
+        (64, KvLayout { layers: 1, kv_heads: 8, head_dim: 128, encoding: Encoding::Fp8 }),
+    ];
+
+    /// The rows that frames carry, by part, each once; checks every frame.
+    fn join(frames: Frames, layout: &KvLayout, tokens: u32) -> [Vec<Option<Vec<u8>>>; 4] {
+        let mut parts = Part::ALL.map(|part| vec![None; part.rows(tokens) as usize]);
         for frame in frames {
-            assert_eq!(frame.rows as usize * row_bytes, frame.data.len());
+            let part = convert::part(&frame).unwrap();
+            assert_eq!(frame.rows as usize * layout.row_bytes(part), frame.data.len());
             assert!(frame.encoded_len() <= FRAME_BYTES || frame.rows == 1);
             assert_eq!(frame.crc32c, crc32c::crc32c(&frame.data));
             let whole = [v1::Range { first: frame.first_row, end: frame.first_row + frame.rows }];
             let ranges = if frame.gathered.is_empty() { &whole[..] } else { &frame.gathered };
             let places: Vec<u32> = ranges.iter().flat_map(|range| range.first..range.end).collect();
             assert_eq!(places.len(), frame.rows as usize);
-            for (row, data) in places.into_iter().zip(frame.data.chunks(row_bytes)) {
-                let there = parts[frame.part as usize][row as usize].replace(data.to_vec());
+            for (row, data) in places.into_iter().zip(frame.data.chunks(layout.row_bytes(part))) {
+                let there = parts[part.index()][row as usize].replace(data.to_vec());
                 assert!(there.is_none(), "row {row} comes twice");
             }
         }
@@ -164,17 +192,20 @@ mod tests {
     fn frames_are_whole_rows_that_fit_and_join_to_what_is_wanted() {
         let some = |every: u32, of: u32| RowRanges::from_slots((0..5000).filter(|row| row % of < every));
         let skips = [RowRanges::default(), some(1, 5), some(1, 2), some(97, 100), RowRanges::from_range(0..9000)];
-        for (rows, row_bytes) in [(1, 4), (3000, 256), (1500, 2048), (2, 1 << 20), (4096, 257)] {
-            let bytes: Vec<u8> = (0..2 * rows * row_bytes).map(|i| (i % 251) as u8).collect();
+        for (tokens, layout) in &LAYOUTS {
+            let bytes: Bytes = (0..layout.layer_bytes(*tokens)).map(|i| (i % 251) as u8).collect();
             for skip in &skips {
-                let loaded = Loaded { layer: 3, bytes: bytes.clone().into(), source: "memory" };
-                let parts = join(Frames::new(7, loaded, row_bytes, skip), rows, row_bytes);
-                for (found, expected) in parts.iter().flatten().zip(bytes.chunks(row_bytes)) {
-                    assert!(found.as_ref().is_none_or(|found| found == expected));
-                }
-                for part in parts {
-                    let missing = |row: usize| part[row].is_none() == skip.contains(row as u32);
-                    assert!((0..rows).all(missing), "{rows} rows of {row_bytes} bytes");
+                let loaded = Loaded { layer: 3, bytes: bytes.clone(), source: "memory" };
+                let joined = join(Frames::new(7, loaded, layout, *tokens, skip), layout, *tokens);
+                let nothing = (0..*tokens).all(|row| skip.contains(row));
+                for &part in layout.parts() {
+                    let rows = &joined[part.index()];
+                    let expected = &bytes[layout.part_range(part, *tokens)];
+                    for (row, expected) in expected.chunks(layout.row_bytes(part)).enumerate() {
+                        let skipped = if part.by_token() { skip.contains(row as u32) } else { nothing };
+                        let expected = (!skipped).then_some(expected);
+                        assert_eq!(rows[row].as_deref(), expected, "{layout}: {part:?}, row {row} of {tokens}");
+                    }
                 }
             }
         }
@@ -182,10 +213,14 @@ mod tests {
 
     #[test]
     fn a_layer_whose_rows_are_all_skipped_is_one_empty_frame() {
-        let loaded = Loaded { layer: 3, bytes: vec![1; 80].into(), source: "disk" };
-        let frames: Vec<Frame> = Frames::new(7, loaded, 4, &RowRanges::from_range(0..10)).collect();
-        assert_eq!(frames.len(), 1);
-        assert_eq!((frames[0].rows, frames[0].data.len(), frames[0].layer), (0, 0, 3));
-        assert_eq!(frames[0].source, "disk");
+        for encoding in [Encoding::F32, Encoding::Int8] {
+            let layout = KvLayout { layers: 4, kv_heads: 1, head_dim: 8, encoding };
+            let loaded = Loaded { layer: 3, bytes: vec![1; layout.layer_bytes(10)].into(), source: "disk" };
+            let skip = RowRanges::from_range(0..10);
+            let frames: Vec<Frame> = Frames::new(7, loaded, &layout, 10, &skip).collect();
+            assert_eq!(frames.len(), 1);
+            assert_eq!((frames[0].rows, frames[0].data.len(), frames[0].layer), (0, 0, 3));
+            assert_eq!(frames[0].source, "disk");
+        }
     }
 }

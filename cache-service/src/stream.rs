@@ -292,7 +292,8 @@ impl Sender {
             let nothing = RowRanges::default();
             let (from_layer, rows) = &chunk.skip;
             let skip = if layer < *from_layer { &nothing } else { rows };
-            let frames = Frames::new(chunk.place, loaded, object.header.layout.row_bytes(), skip).peekable();
+            let header = &object.header;
+            let frames = Frames::new(chunk.place, loaded, &header.layout, header.tokens, skip).peekable();
             self.sending = Some((index, bytes, frames));
             return Some(());
         }

@@ -7,8 +7,8 @@ use std::time::Duration;
 use kvsplice_kv::options::Strategy;
 use kvsplice_kv::receipt::Source;
 use kvsplice_kv::{ChunkId, RowRanges, Variant};
-use kvsplice_model::cache::StoredLayer;
 use kvsplice_model::encode::ChunkKv;
+use kvsplice_model::stored::StoredLayer;
 use kvsplice_proto::v1;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::{AbortHandle, JoinHandle};
@@ -318,7 +318,7 @@ impl Active {
         let batch = Batch {
             prefix_ids: prefix,
             chunks: vec![prompt_part.ids.clone()],
-            encoding: self.request.variant.encoding,
+            encoding: prompt_part.variant.encoding,
         };
         self.repair = Some((part, None));
         Some((part, Pass::Waiting(batch)))
@@ -336,8 +336,8 @@ impl Active {
                 if matches!(&self.stage, Stage::Prefill(prefill) if prefill.placed(layer)) {
                     continue;
                 }
-                let stored = StoredLayer::split(kv.layout.encoding, &kv.layers[layer as usize]);
-                kv_part.layers[layer as usize].get_or_insert(stored);
+                let place = &mut kv_part.layers[layer as usize];
+                *place = place.take().or_else(|| kv.layer(layer));
             }
             kv_part.failed = None;
             kv_part.arrived = self.layers;

@@ -8,8 +8,8 @@ use std::collections::HashMap;
 
 use bytes::Bytes;
 use kvsplice_kv::receipt::Source;
-use kvsplice_kv::{ChunkId, KvLayout, RowRanges, Variant};
-use kvsplice_model::cache::StoredLayer;
+use kvsplice_kv::{ChunkId, KvLayout, Part, RowRanges, Variant};
+use kvsplice_model::stored::StoredLayer;
 use kvsplice_proto::cache::{CacheClient, intact};
 use kvsplice_proto::v1::get_chunks_request::Message;
 use kvsplice_proto::{convert, v1};
@@ -86,10 +86,10 @@ struct Open {
 
 /// A layer that is still arriving.
 struct Partial {
-    /// K, then V; zeros where nothing has come.
+    /// As the layer is stored; zeros where nothing has come.
     bytes: Vec<u8>,
-    /// Rows of K and of V that have come.
-    rows: [RowRanges; 2],
+    /// Rows that have come, by part.
+    rows: [RowRanges; 4],
 }
 
 async fn fetch(
@@ -142,7 +142,7 @@ async fn fetch(
         if chunk.done.iter().all(|&done| done) {
             open[index] = None;
         }
-        let stored = StoredLayer::split(wanted.layout.encoding, &whole);
+        let stored = StoredLayer { layout: wanted.layout, tokens: wanted.chunks[index].tokens, bytes: whole };
         let source = convert::source(&frame.source).unwrap_or(Source::Object);
         if !sink(Loaded::Layer { chunk: place, layer: frame.layer, stored, source, bytes }).await {
             return Ok(());
@@ -171,17 +171,18 @@ async fn skip(
     }
 }
 
-/// Adds a frame to its layer; returns the layer's bytes (K, then V) once every row that is needed has come.
+/// Adds a frame to its layer; returns the layer's bytes once every row that is needed has come.
 fn accept(chunk: &mut Open, tokens: u32, layout: &KvLayout, frame: &v1::Frame) -> Result<Option<Bytes>, String> {
-    let row_bytes = layout.row_bytes();
-    let half = tokens as usize * row_bytes;
     let misfit = || format!("foreign: a frame of {} rows and {} bytes does not fit", frame.rows, frame.data.len());
+    let part = convert::part(frame).map_err(|error| format!("foreign: {error}"))?;
+    let row_bytes = layout.row_bytes(part);
+    let place = layout.part_range(part, tokens);
     let end = frame.first_row.checked_add(frame.rows).ok_or_else(misfit)?;
     let rows = match frame.gathered.as_slice() {
         [] => RowRanges::from_range(frame.first_row..end),
         gathered => convert::rows(gathered).map_err(|error| format!("foreign: {error}"))?,
     };
-    let inside = rows.ranges().last().is_none_or(|last| last.end <= tokens);
+    let inside = rows.ranges().last().is_none_or(|last| last.end as usize * row_bytes <= place.len());
     let counts = rows.len() == frame.rows as usize && frame.data.len() == rows.len() * row_bytes;
     let Some(done) = chunk.done.get_mut(frame.layer as usize).filter(|_| inside && counts) else {
         return Err(misfit());
@@ -197,18 +198,25 @@ fn accept(chunk: &mut Open, tokens: u32, layout: &KvLayout, frame: &v1::Frame) -
     let layer = chunk
         .partial
         .entry(frame.layer)
-        .or_insert_with(|| Partial { bytes: vec![0; 2 * half], rows: [RowRanges::default(), RowRanges::default()] });
-    let part = usize::from(frame.part() == v1::frame::Part::Values);
+        .or_insert_with(|| Partial { bytes: vec![0; layout.layer_bytes(tokens)], rows: Default::default() });
     let mut data = frame.data.as_ref();
     for range in rows.ranges() {
         let (piece, rest) = data.split_at(range.len() * row_bytes);
-        let first = part * half + range.start as usize * row_bytes;
+        let first = place.start + range.start as usize * row_bytes;
         layer.bytes[first..first + piece.len()].copy_from_slice(piece);
         data = rest;
     }
-    layer.rows[part] = layer.rows[part].union(&rows);
+    layer.rows[part.index()] = layer.rows[part.index()].union(&rows);
     let needed = chunk.needed.len();
-    if layer.rows.iter().all(|rows| rows.intersection(&chunk.needed).len() == needed) {
+    let whole = |part: &Part| {
+        let rows = &layer.rows[part.index()];
+        if part.by_token() {
+            rows.intersection(&chunk.needed).len() == needed
+        } else {
+            needed == 0 || rows.len() == part.rows(tokens) as usize
+        }
+    };
+    if layout.parts().iter().all(whole) {
         *done = true;
         return Ok(chunk.partial.remove(&frame.layer).map(|layer| Bytes::from(layer.bytes)));
     }

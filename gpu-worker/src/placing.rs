@@ -1,15 +1,16 @@
 //! Which stored KV goes where: the cached parts of a prompt, layer by layer, behind its exact beginning.
 
 use kvsplice_kernels::rope::Rotation;
-use kvsplice_model::cache::{KvCache, StoredLayer};
+use kvsplice_model::cache::KvCache;
+use kvsplice_model::stored::StoredLayer;
 use kvsplice_model::{Decoder, Error};
 
 use crate::prompt::Prompt;
 
 /// The stored rows of a prompt.
 pub(crate) struct Placing {
-    /// By part, how many of its first rows are in the cache already, and its tokens; `None` if nothing is placed.
-    parts: Vec<Option<(usize, usize)>>,
+    /// By part, how many of its first rows are in the cache already; `None` if nothing is placed.
+    parts: Vec<Option<u32>>,
     /// The slots of all placed rows, ascending.
     slots: Vec<u32>,
     rotation: Rotation,
@@ -22,7 +23,7 @@ impl Placing {
         let (mut parts, mut slots) = (Vec::new(), Vec::new());
         for (range, placed) in prompt.parts.iter().zip(placed) {
             let skipped = beginning.clamp(range.start, range.end) - range.start;
-            parts.push((*placed && (skipped as usize) < range.len()).then_some((skipped as usize, range.len())));
+            parts.push((*placed && (skipped as usize) < range.len()).then_some(skipped));
             if *placed {
                 slots.extend(range.start + skipped..range.end);
             }
@@ -48,17 +49,15 @@ impl Placing {
         layer: u32,
         stored: &[Option<StoredLayer>],
     ) -> Result<(), Error> {
-        let mut layers = Vec::new();
+        let mut chunks = Vec::new();
         for (index, part) in self.parts.iter().enumerate() {
-            let Some((skipped, tokens)) = part else { continue };
+            let Some(skipped) = part else { continue };
             let Some(Some(stored)) = stored.get(index) else {
                 return Err(Error::Argument(format!("layer {layer} of part {index} is not loaded")));
             };
-            layers.push(stored.skip(*skipped, *tokens));
+            chunks.push((stored, *skipped));
         }
-        if let Some(joined) = StoredLayer::join(&layers)? {
-            cache.place(layer, &self.slots, &joined, &self.rotation)?;
-        }
+        cache.place(layer, &self.slots, &chunks, &self.rotation)?;
         self.done[layer as usize] = true;
         Ok(())
     }

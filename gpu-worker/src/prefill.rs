@@ -9,8 +9,9 @@ use kvsplice_kernels::rope::Rotation;
 use kvsplice_kv::RowRanges;
 use kvsplice_kv::options::{Mask, Strategy};
 use kvsplice_model::attention::{attend, attend_masses};
-use kvsplice_model::cache::{KvCache, StoredLayer};
+use kvsplice_model::cache::KvCache;
 use kvsplice_model::decoder::SLICE_ROWS;
+use kvsplice_model::stored::StoredLayer;
 use kvsplice_model::{Decoder, Error};
 use tch::{Kind, Tensor};
 

@@ -22,7 +22,8 @@ pub struct Config {
     pub owner: String,
     /// System prompt of inline requests and of new corpora, unless they bring their own.
     pub system_prompt: String,
-    /// How KV of the primary model is stored: `bf16`, or `f32` for tests of exactness.
+    /// How KV of the primary model is stored: `bf16`; `int8`, `fp8` or `int4` to load less, at some loss; `f32` for tests of
+    /// exactness. A corpus keeps the one that it was begun with.
     pub encoding: Encoding,
     /// How KV of the auxiliary model is stored.
     pub auxiliary_encoding: Encoding,

@@ -37,8 +37,12 @@ pub(crate) async fn batch(head: &Head, batch: Batch) -> Result<Stored, Error> {
     Ok(Stored { created, present: chunks.saturating_sub(created) })
 }
 
-/// Stores the KV of a prefix itself: a chunk behind nothing.
+/// Stores the KV of a prefix itself: a chunk behind nothing. One of a quantized corpus is not stored but computed, so that
+/// it stays exact.
 pub(crate) async fn prefix(head: &Head, id: ChunkId, ids: &[u32], encoding: Encoding) -> Result<(), Error> {
+    if encoding.quantized() {
+        return Ok(());
+    }
     let wanted = Wanted { id, ids: ids.to_vec() };
     primary(head, Vec::new(), &[wanted], encoding).await?;
     Ok(())

@@ -3,11 +3,10 @@
 
 use std::ops::Range;
 
-use kvsplice_kv::{KvLayout, RowRanges, Variant};
+use kvsplice_kv::{KvLayout, Part, RowRanges, Variant};
 use kvsplice_model::auxiliary::ChunkKv;
 use kvsplice_proto::cache::{CacheClient, intact};
-use kvsplice_proto::v1;
-use kvsplice_proto::v1::frame::Part;
+use kvsplice_proto::{convert, v1};
 use tonic::Status;
 use tracing::warn;
 
@@ -47,17 +46,17 @@ pub(crate) async fn fetch(
 struct Assembly {
     layout: KvLayout,
     tokens: u32,
-    /// K then V of each layer.
+    /// As they are stored.
     layers: Vec<Vec<u8>>,
-    /// Rows that came, for K and V of each layer.
-    rows: Vec<Vec<Range<u32>>>,
+    /// Rows that came of each layer, by part.
+    rows: Vec<[Vec<Range<u32>>; 4]>,
     failed: bool,
 }
 
 impl Assembly {
     fn new(layout: KvLayout, tokens: u32) -> Self {
         let layers = layout.layers as usize;
-        Self { layout, tokens, layers: vec![Vec::new(); layers], rows: vec![Vec::new(); 2 * layers], failed: false }
+        Self { layout, tokens, layers: vec![Vec::new(); layers], rows: vec![Default::default(); layers], failed: false }
     }
 
     fn add(&mut self, frame: v1::Frame) -> Result<(), String> {
@@ -67,31 +66,36 @@ impl Assembly {
         if !frame.error.is_empty() {
             return Err(frame.error);
         }
-        let row_bytes = self.layout.row_bytes();
-        let end = frame.first_row.checked_add(frame.rows).filter(|&end| end <= self.tokens);
+        let part = convert::part(&frame).map_err(|error| error.to_string())?;
+        let row_bytes = self.layout.row_bytes(part);
+        let place = self.layout.part_range(part, self.tokens);
+        let fits = |end: &u32| *end as usize * row_bytes <= place.len();
+        let end = frame.first_row.checked_add(frame.rows).filter(fits);
         let Some(end) = end.filter(|_| frame.data.len() == frame.rows as usize * row_bytes) else {
             return Err(format!("{} rows from {} in {} bytes", frame.rows, frame.first_row, frame.data.len()));
         };
         if !intact(&frame) {
             return Err("checksum of a frame differs".into());
         }
-        let part = Part::try_from(frame.part).map_err(|_| format!("unknown part {}", frame.part))? as usize;
-        let first_row = part * self.tokens as usize + frame.first_row as usize;
         let layer_bytes = self.layout.layer_bytes(self.tokens);
         let layer = self.layers.get_mut(frame.layer as usize).ok_or_else(|| format!("layer {}", frame.layer))?;
         if layer.is_empty() {
             layer.resize(layer_bytes, 0);
         }
-        let bytes = first_row * row_bytes..first_row * row_bytes + frame.data.len();
-        layer.get_mut(bytes).ok_or("rows outside the chunk")?.copy_from_slice(&frame.data);
-        let rows = self.rows.get_mut(2 * frame.layer as usize + part).ok_or("layer")?;
-        rows.push(frame.first_row..end);
+        let first = place.start + frame.first_row as usize * row_bytes;
+        let bytes = layer.get_mut(first..first + frame.data.len()).ok_or("rows outside the chunk")?;
+        bytes.copy_from_slice(&frame.data);
+        let rows = self.rows.get_mut(frame.layer as usize).ok_or("layer")?;
+        rows[part.index()].push(frame.first_row..end);
         Ok(())
     }
 
     fn finish(self) -> Option<ChunkKv> {
-        let whole = |rows: Vec<Range<u32>>| RowRanges::from_ranges(rows).len() == self.tokens as usize;
-        if self.failed || !self.rows.into_iter().all(whole) {
+        let whole = |part: &Part, rows: &Vec<Range<u32>>| {
+            RowRanges::from_ranges(rows.iter().cloned()).len() == part.rows(self.tokens) as usize
+        };
+        let came = |rows: &[Vec<Range<u32>>; 4]| self.layout.parts().iter().all(|part| whole(part, &rows[part.index()]));
+        if self.failed || !self.rows.iter().all(came) {
             return None;
         }
         let layers = self.layers.into_iter().map(bytes::Bytes::from).collect();
@@ -103,6 +107,7 @@ impl Assembly {
 mod tests {
     use super::*;
     use kvsplice_kv::Encoding;
+    use kvsplice_proto::v1::frame::Part;
 
     const LAYOUT: KvLayout = KvLayout { layers: 1, kv_heads: 1, head_dim: 2, encoding: Encoding::Bf16 };
 

@@ -178,10 +178,10 @@ impl PromptPlan {
         behind_prefix(&self.options, index)
     }
 
-    /// Whether the KV of chunk `index`, as encoded, equals what full attention computes at its place: the first chunk
+    /// Whether the KV of chunk `index`, as stored, equals what full attention computes at its place: the first chunk
     /// stands behind its own prefix in every strategy.
     pub(crate) fn exact(&self, index: usize) -> bool {
-        index == 0 && self.options.strategy != Strategy::Ape
+        index == 0 && self.options.strategy != Strategy::Ape && !self.encoding.quantized()
     }
 }
 

@@ -109,7 +109,9 @@ pub(crate) async fn prepare(
             return Ok(all_fresh(plan, "no stored variant of any chunk is cheaper", true));
         }
     }
-    let prefix_fresh = plan.primary.prefix.is_empty() || (plan.on_miss == OnMiss::Fresh && !residency.prefix);
+    let prefix_fresh = plan.primary.prefix.is_empty()
+        || plan.encoding.quantized()
+        || (plan.on_miss == OnMiss::Fresh && !residency.prefix);
     let effective = plan.options.strategy;
     Ok(Prepared {
         plan,
@@ -217,7 +219,7 @@ impl Prepared {
     /// Whether the KV of chunk `index` equals what full attention computes at its place. A captured chunk does behind the
     /// same chunks in the same order, if these are exact too.
     pub(crate) fn exact(&self, index: usize) -> bool {
-        if self.fresh[index].is_some() {
+        if self.fresh[index].is_some() || self.plan.encoding.quantized() {
             return false;
         }
         if self.decisions.is_empty() {

@@ -18,15 +18,31 @@ pub enum Encoding {
     F32,
     /// bfloat16; the default.
     Bf16,
+    /// 8 bits, symmetric: a number is its code times a scale.
+    Int8,
+    /// 8-bit floating point, 4 bits of exponent and 3 of mantissa, times a scale.
+    Fp8,
+    /// 4 bits, symmetric, two codes a byte (the lower half first), times a scale.
+    Int4,
 }
 
 impl Encoding {
-    /// Bytes of one number.
-    pub const fn bytes(self) -> usize {
+    /// Every encoding.
+    pub const ALL: [Self; 5] = [Self::F32, Self::Bf16, Self::Int8, Self::Fp8, Self::Int4];
+
+    /// Bits of one number, scales aside.
+    pub const fn bits(self) -> usize {
         match self {
-            Encoding::F32 => 4,
-            Encoding::Bf16 => 2,
+            Encoding::F32 => 32,
+            Encoding::Bf16 => 16,
+            Encoding::Int8 | Encoding::Fp8 => 8,
+            Encoding::Int4 => 4,
         }
+    }
+
+    /// Whether numbers are codes with scales: what is read back is close to what was computed, not equal to it.
+    pub const fn quantized(self) -> bool {
+        matches!(self, Encoding::Int8 | Encoding::Fp8 | Encoding::Int4)
     }
 
     /// The dtype name in a safetensors header.
@@ -34,16 +50,28 @@ impl Encoding {
         match self {
             Encoding::F32 => "F32",
             Encoding::Bf16 => "BF16",
+            Encoding::Int8 => "I8",
+            Encoding::Fp8 => "F8_E4M3",
+            // Two codes a byte.
+            Encoding::Int4 => "U8",
+        }
+    }
+
+    /// Its name on the command line, in settings and in paths.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Encoding::F32 => "f32",
+            Encoding::Bf16 => "bf16",
+            Encoding::Int8 => "int8",
+            Encoding::Fp8 => "fp8",
+            Encoding::Int4 => "int4",
         }
     }
 }
 
 impl fmt::Display for Encoding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Encoding::F32 => "f32",
-            Encoding::Bf16 => "bf16",
-        })
+        f.write_str(self.name())
     }
 }
 
@@ -51,11 +79,58 @@ impl FromStr for Encoding {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Self, Error> {
-        match name {
-            "f32" => Ok(Encoding::F32),
-            "bf16" => Ok(Encoding::Bf16),
-            _ => Err(Error::UnknownName { what: "encoding", got: name.to_owned(), known: "f32, bf16" }),
+        Self::ALL.into_iter().find(|encoding| encoding.name() == name).ok_or_else(|| Error::UnknownName {
+            what: "encoding",
+            got: name.to_owned(),
+            known: "f32, bf16, int8, fp8, int4",
+        })
+    }
+}
+
+/// Tokens that share the scales of quantized keys. Channels of keys differ in size far more than tokens do, hence a scale
+/// a channel (KIVI, arXiv 2402.02750, section 3); values have a scale a token and KV head.
+pub const SCALE_GROUP: u32 = 64;
+
+/// A part of one stored layer. In this order they make the layer's bytes; scales stand behind what they scale.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// Keys, one row a token: `[tokens, kv_heads, head_dim]`.
+    Keys,
+    /// Scales of quantized keys, f32, one row for [`SCALE_GROUP`] tokens: `[groups, kv_heads, head_dim]`.
+    KeyScales,
+    /// Values, as keys.
+    Values,
+    /// Scales of quantized values, f32, one row a token: `[tokens, kv_heads]`.
+    ValueScales,
+}
+
+impl Part {
+    /// Every part.
+    pub const ALL: [Self; 4] = [Self::Keys, Self::KeyScales, Self::Values, Self::ValueScales];
+
+    /// Its place in [`Part::ALL`].
+    pub const fn index(self) -> usize {
+        self as usize
+    }
+
+    /// The end of its tensor's name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Part::Keys => "k",
+            Part::KeyScales => "k.scales",
+            Part::Values => "v",
+            Part::ValueScales => "v.scales",
         }
+    }
+
+    /// Whether a row is a token's.
+    pub const fn by_token(self) -> bool {
+        !matches!(self, Part::KeyScales)
+    }
+
+    /// Rows for `tokens` tokens.
+    pub const fn rows(self, tokens: u32) -> u32 {
+        if self.by_token() { tokens } else { tokens.div_ceil(SCALE_GROUP) }
     }
 }
 
@@ -182,7 +257,7 @@ impl<'de> Deserialize<'de> for Variant {
 
 /// The shape of one chunk's KV. Everything about byte ranges follows from it.
 ///
-/// Bytes of an object: header, then for each layer K `[tokens, kv_heads, head_dim]` and V of the same shape, row-major.
+/// Bytes of an object: header, then for each layer its [`Part`]s, row-major.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct KvLayout {
     /// Decoder layers.
@@ -196,24 +271,52 @@ pub struct KvLayout {
 }
 
 impl KvLayout {
-    /// Bytes of one row (one token) of K or of V in one layer.
-    pub const fn row_bytes(&self) -> usize {
-        self.kv_heads as usize * self.head_dim as usize * self.encoding.bytes()
+    /// The parts of a stored layer, in order.
+    pub const fn parts(&self) -> &'static [Part] {
+        if self.encoding.quantized() { &Part::ALL } else { &[Part::Keys, Part::Values] }
     }
 
-    /// Bytes of K and V of one layer of a chunk of `tokens` tokens.
+    /// Bytes of one row of a part.
+    pub const fn row_bytes(&self, part: Part) -> usize {
+        let (heads, dim) = (self.kv_heads as usize, self.head_dim as usize);
+        match part {
+            Part::Keys | Part::Values => heads * dim * self.encoding.bits() / 8,
+            Part::KeyScales => heads * dim * 4,
+            Part::ValueScales => heads * 4,
+        }
+    }
+
+    /// Bytes of one part of a layer of a chunk of `tokens` tokens.
+    pub const fn part_bytes(&self, part: Part, tokens: u32) -> usize {
+        part.rows(tokens) as usize * self.row_bytes(part)
+    }
+
+    /// Where a part lies in the bytes of its layer; empty for a part that the encoding does not have.
+    pub fn part_range(&self, part: Part, tokens: u32) -> std::ops::Range<usize> {
+        let before = self.parts().iter().take_while(|&&other| other != part);
+        let start = before.map(|&other| self.part_bytes(other, tokens)).sum();
+        let bytes = if self.parts().contains(&part) { self.part_bytes(part, tokens) } else { 0 };
+        start..start + bytes
+    }
+
+    /// Bytes of one layer of a chunk of `tokens` tokens.
     pub const fn layer_bytes(&self, tokens: u32) -> usize {
-        2 * tokens as usize * self.row_bytes()
+        let numbers = self.part_bytes(Part::Keys, tokens) + self.part_bytes(Part::Values, tokens);
+        if !self.encoding.quantized() {
+            return numbers;
+        }
+        numbers + self.part_bytes(Part::KeyScales, tokens) + self.part_bytes(Part::ValueScales, tokens)
     }
 
-    /// Bytes of one token over all layers.
+    /// Bytes of one token over all layers, rounded up: scales are shared.
     pub const fn token_bytes(&self) -> usize {
-        2 * self.layers as usize * self.row_bytes()
+        (self.layers as usize * self.layer_bytes(SCALE_GROUP)).div_ceil(SCALE_GROUP as usize)
     }
 
-    /// Bytes of the header with its length field: 32 KiB, and one more for each 64 layers beyond the first 64.
+    /// Bytes of the header with its length field: 32 KiB for each 64 layers begun, or 32 where they have scales.
     pub const fn header_bytes(&self) -> usize {
-        (32 << 10) * (self.layers as usize).div_ceil(64)
+        let layers = if self.encoding.quantized() { 32 } else { 64 };
+        (32 << 10) * (self.layers as usize).div_ceil(layers)
     }
 
     /// Bytes of a whole object of `tokens` tokens.
@@ -242,8 +345,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_variant_survives_its_text(digest in any::<u64>(), wide in any::<bool>(), kv_semantics in any::<u32>()) {
-            let encoding = if wide { Encoding::F32 } else { Encoding::Bf16 };
+        fn a_variant_survives_its_text(
+            digest in any::<u64>(),
+            encoding in prop::sample::select(Encoding::ALL.to_vec()),
+            kv_semantics in any::<u32>(),
+        ) {
             for provenance in [Provenance::Clean, Provenance::Context(digest)] {
                 let variant = Variant { encoding, provenance, kv_semantics };
                 prop_assert_eq!(variant.to_string().parse(), Ok(variant));
@@ -251,6 +357,24 @@ mod tests {
                 prop_assert_eq!(serde_json::from_str::<Variant>(&json).unwrap(), variant);
             }
         }
+    }
+
+    #[test]
+    fn the_parts_of_a_layer_lie_one_after_another() {
+        for encoding in Encoding::ALL {
+            let layout = KvLayout { layers: 3, kv_heads: 2, head_dim: 16, encoding };
+            for tokens in [1, 63, 64, 65, 1000] {
+                let mut end = 0;
+                for &part in layout.parts() {
+                    let range = layout.part_range(part, tokens);
+                    assert_eq!(range, end..end + layout.part_bytes(part, tokens), "{encoding} {part:?}");
+                    end = range.end;
+                }
+                assert_eq!(end, layout.layer_bytes(tokens), "{encoding}, {tokens} tokens");
+            }
+        }
+        let bytes = |encoding| KvLayout { layers: 1, kv_heads: 8, head_dim: 128, encoding }.token_bytes();
+        assert_eq!(Encoding::ALL.map(bytes), [8192, 4096, 2144, 2144, 1120]);
     }
 
     #[test]

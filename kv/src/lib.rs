@@ -15,7 +15,7 @@ pub mod select;
 
 pub use craft::Capture;
 pub use id::{ChunkId, ChunkKey, ModelDigest};
-pub use layout::{Encoding, KvLayout, Provenance, Variant};
+pub use layout::{Encoding, KvLayout, Part, Provenance, SCALE_GROUP, Variant};
 pub use options::{Options, Sampling, Strategy};
 pub use receipt::Receipt;
 pub use rows::RowRanges;

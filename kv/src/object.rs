@@ -10,14 +10,14 @@ use std::ops::Range;
 
 use serde::Deserialize;
 
-use crate::{ChunkId, ChunkKey, KvLayout, Variant};
+use crate::{ChunkId, ChunkKey, Encoding, KvLayout, Part, Variant};
 
 /// Raised when the header changes; another version is foreign.
 pub const FORMAT_VERSION: u32 = 1;
-/// What a reader fetches first: the whole header of a model of up to 64 layers, in bytes.
+/// What a reader fetches first, in bytes: the whole header of a model of up to 64 layers (32 with scales).
 pub const FIRST_READ_BYTES: usize = 32 << 10;
 /// Longest header that is read, in bytes.
-pub const MAX_HEADER_BYTES: usize = FIRST_READ_BYTES * 16;
+pub const MAX_HEADER_BYTES: usize = FIRST_READ_BYTES * 32;
 
 const FORMAT: &str = "kvsplice chunk";
 const MAX_LAYERS: u32 = 999;
@@ -85,12 +85,12 @@ pub struct Header {
     pub build: String,
     /// What the KV was computed in, such as `f32`.
     pub compute_dtype: String,
-    /// BLAKE3 of each layer's bytes (K, then V).
+    /// BLAKE3 of each layer's bytes.
     pub layer_digests: Vec<[u8; 32]>,
 }
 
-/// Makes a chunk object. `layers` gives, for each layer in order, the bytes of K `[tokens, kv_heads, head_dim]`, row-major in
-/// the layout's encoding and before RoPE, then those of V. Errors: [`Error::OutOfRange`] when a value or a layer's length
+/// Makes a chunk object. `layers` gives, for each layer in order, the bytes of its parts: K
+/// `[tokens, kv_heads, head_dim]`, row-major in the layout's encoding and before RoPE, its scales if it has any, and V alike. Errors: [`Error::OutOfRange`] when a value or a layer's length
 /// does not fit the layout.
 pub fn write(
     key: &ChunkKey,
@@ -118,7 +118,7 @@ pub fn write(
         if layer.len() != layer_bytes {
             return Err(Error::OutOfRange {
                 what: "layer",
-                expected: "2 × tokens × kv_heads × head_dim numbers",
+                expected: "as long as the layout says",
                 got: format!("{} bytes, layout {layout} with {tokens} tokens needs {layer_bytes}", layer.len()),
             });
         }
@@ -147,7 +147,7 @@ impl Header {
         let length = u64::from_le_bytes(*length);
         let header_bytes = usize::try_from(length).ok().and_then(|length| length.checked_add(8)).unwrap_or(usize::MAX);
         if header_bytes == 8 || header_bytes > MAX_HEADER_BYTES || !header_bytes.is_multiple_of(FIRST_READ_BYTES) {
-            return Err(foreign("header length", "a multiple of 32 KiB, less 8, up to 512 KiB", &length.to_string()));
+            return Err(foreign("header length", "a multiple of 32 KiB, less 8, up to 1 MiB", &length.to_string()));
         }
         let Some(json) = rest.get(..header_bytes - 8) else {
             return Err(Error::Truncated { got: bytes.len(), need: header_bytes });
@@ -182,7 +182,7 @@ impl Header {
         Ok(())
     }
 
-    /// Checks the bytes of one layer (K, then V) against the header.
+    /// Checks the bytes of one layer against the header.
     pub fn verify_layer(&self, layer: u32, bytes: &[u8]) -> Result<(), Error> {
         let digest = self.layer_digests.get(layer as usize).ok_or_else(|| Error::OutOfRange {
             what: "layer",
@@ -199,7 +199,7 @@ impl Header {
         Ok(())
     }
 
-    /// Bytes of K and V of one layer.
+    /// Bytes of one layer.
     pub const fn layer_bytes(&self) -> usize {
         self.layout.layer_bytes(self.tokens)
     }
@@ -209,7 +209,7 @@ impl Header {
         self.layout.object_bytes(self.tokens)
     }
 
-    /// Where a layer (K, then V) lies in the object.
+    /// Where a layer lies in the object.
     pub const fn layer_range(&self, layer: u32) -> Range<usize> {
         self.layout.layer_range(layer, self.tokens)
     }
@@ -221,8 +221,12 @@ impl Header {
         check_range("kv_heads", layout.kv_heads, MAX_HEADS, "in 1..=1024")?;
         check_range("head_dim", layout.head_dim, MAX_HEAD_DIM, "in 1..=1024")?;
         check_range("tokens", self.tokens, MAX_TOKENS, "in 1..=16777216")?;
-        if layout.row_bytes() > MAX_ROW_BYTES {
-            return Err(out_of_range("row", "at most 1 MiB", format!("{} bytes", layout.row_bytes())));
+        let row_bytes = layout.parts().iter().map(|&part| layout.row_bytes(part)).max().unwrap_or(0);
+        if row_bytes > MAX_ROW_BYTES {
+            return Err(out_of_range("row", "at most 1 MiB", format!("{row_bytes} bytes")));
+        }
+        if layout.encoding.quantized() && !layout.head_dim.is_multiple_of(8) {
+            return Err(out_of_range("head_dim", "a multiple of 8 where KV is quantized", layout.head_dim.to_string()));
         }
         if layout.encoding != self.variant.encoding {
             let got = format!("{} in {}", layout.encoding, self.variant);
@@ -326,20 +330,33 @@ impl Header {
     }
 
     fn render_tensors(&self, json: &mut String) -> std::fmt::Result {
-        let KvLayout { layers, kv_heads, head_dim, encoding } = self.layout;
-        let (tokens, dtype) = (self.tokens, encoding.dtype());
-        let part_bytes = self.layer_bytes() / 2;
         let mut start = 0;
-        for layer in 0..layers {
-            for part in ["k", "v"] {
-                let end = start + part_bytes;
-                write!(json, ",\"layers.{layer:03}.{part}\":{{\"dtype\":\"{dtype}\",")?;
-                write!(json, "\"shape\":[{tokens},{kv_heads},{head_dim}],\"data_offsets\":[{start},{end}]}}")?;
+        for layer in 0..self.layout.layers {
+            for &part in self.layout.parts() {
+                let end = start + self.layout.part_bytes(part, self.tokens);
+                let (dtype, shape) = self.tensor(part);
+                write!(json, ",\"layers.{layer:03}.{}\":{{\"dtype\":\"{dtype}\",", part.name())?;
+                write!(json, "\"shape\":[{shape}],\"data_offsets\":[{start},{end}]}}")?;
                 start = end;
             }
         }
         json.push('}');
         Ok(())
+    }
+
+    /// The dtype and shape of a part's tensors.
+    fn tensor(&self, part: Part) -> (&'static str, String) {
+        let KvLayout { kv_heads, head_dim, encoding, .. } = self.layout;
+        let rows = part.rows(self.tokens);
+        match part {
+            // Two codes a byte.
+            Part::Keys | Part::Values if encoding == Encoding::Int4 => {
+                (encoding.dtype(), format!("{rows},{kv_heads},{}", head_dim / 2))
+            }
+            Part::Keys | Part::Values => (encoding.dtype(), format!("{rows},{kv_heads},{head_dim}")),
+            Part::KeyScales => ("F32", format!("{rows},{kv_heads},{head_dim}")),
+            Part::ValueScales => ("F32", format!("{rows},{kv_heads}")),
+        }
     }
 }
 
@@ -375,10 +392,11 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{Encoding, ModelDigest};
+    use crate::ModelDigest;
 
     fn make(layers: u32, tokens: u32, encoding: Encoding, owner: &str) -> (ChunkKey, KvLayout, Vec<Vec<u8>>, Vec<u8>) {
-        let layout = KvLayout { layers, kv_heads: 2, head_dim: 3, encoding };
+        let head_dim = if encoding.quantized() { 8 } else { 3 };
+        let layout = KvLayout { layers, kv_heads: 2, head_dim, encoding };
         let key = ChunkKey::new(ModelDigest::from_bytes([9; 32]), &[1], &[2, 3], owner);
         let data: Vec<Vec<u8>> = (0..layers)
             .map(|layer| {
@@ -394,8 +412,12 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(48))]
 
         #[test]
-        fn what_is_written_is_read(layers in 1u32..70, tokens in 1u32..20, wide in any::<bool>(), owner in "\\PC{1,60}") {
-            let encoding = if wide { Encoding::F32 } else { Encoding::Bf16 };
+        fn what_is_written_is_read(
+            layers in 1u32..70,
+            tokens in 1u32..200,
+            encoding in prop::sample::select(Encoding::ALL.to_vec()),
+            owner in "\\PC{1,60}",
+        ) {
             let (key, layout, data, object) = make(layers, tokens, encoding, &owner);
             let header = Header::parse(&object).unwrap();
             prop_assert_eq!(&header.key, &key);
@@ -444,18 +466,29 @@ mod tests {
 
     #[test]
     fn the_safetensors_library_opens_an_object() {
-        for layers in [1, 3, 64, 65] {
-            let (.., data, object) = make(layers, 5, Encoding::Bf16, "söme \"owner\"");
-            let file = safetensors::SafeTensors::deserialize(&object).unwrap();
-            let (_, metadata) = safetensors::SafeTensors::read_metadata(&object).unwrap();
-            let metadata = metadata.metadata().as_ref().unwrap();
-            assert_eq!(metadata["owner"], "söme \"owner\"");
-            for (layer, bytes) in data.iter().enumerate() {
-                let keys = file.tensor(&format!("layers.{layer:03}.k")).unwrap();
-                let values = file.tensor(&format!("layers.{layer:03}.v")).unwrap();
-                assert_eq!(keys.shape(), [5, 2, 3]);
-                assert_eq!(keys.dtype(), safetensors::Dtype::BF16);
-                assert_eq!([keys.data(), values.data()].concat(), *bytes);
+        for (layers, tokens) in [(1, 5), (3, 130), (64, 5), (65, 5), (999, 1)] {
+            for encoding in Encoding::ALL {
+                let (_, layout, data, object) = make(layers, tokens, encoding, "söme \"owner\"");
+                let file = safetensors::SafeTensors::deserialize(&object).unwrap();
+                let (_, metadata) = safetensors::SafeTensors::read_metadata(&object).unwrap();
+                assert_eq!(metadata.metadata().as_ref().unwrap()["owner"], "söme \"owner\"");
+                assert_eq!(file.len(), layout.parts().len() * layers as usize);
+                for (layer, bytes) in data.iter().enumerate() {
+                    for &part in layout.parts() {
+                        let tensor = file.tensor(&format!("layers.{layer:03}.{}", part.name())).unwrap();
+                        assert_eq!(tensor.shape()[0], part.rows(tokens) as usize);
+                        assert_eq!(tensor.data(), &bytes[layout.part_range(part, tokens)]);
+                    }
+                }
+                let keys = file.tensor("layers.000.k").unwrap();
+                let (dtype, dim) = match encoding {
+                    Encoding::F32 => (safetensors::Dtype::F32, 3),
+                    Encoding::Bf16 => (safetensors::Dtype::BF16, 3),
+                    Encoding::Int8 => (safetensors::Dtype::I8, 8),
+                    Encoding::Fp8 => (safetensors::Dtype::F8_E4M3, 8),
+                    Encoding::Int4 => (safetensors::Dtype::U8, 4),
+                };
+                assert_eq!((keys.dtype(), keys.shape()[2]), (dtype, dim), "{encoding}");
             }
         }
     }
@@ -485,6 +518,7 @@ mod tests {
             ("\"tokens\":\"5\"", "\"tokens\":5"),
             ("\"layers\":\"2\"", "\"layers\":\"4000000000\""),
             ("\"layers\":\"2\"", "\"layers\":\"1\""),
+            ("bf16-clean-1", "int3-clean-1"),
             ("bf16-clean-1", "int4-clean-1"),
             ("bf16-clean-1", "f32-clean-1"),
             ("bf16-clean-1", "bf16-clean-2"),

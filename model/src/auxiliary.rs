@@ -10,7 +10,7 @@ use kvsplice_kernels::rope::Rotation;
 use kvsplice_kv::options::{Depth, Reduce, Softmax};
 use tch::{Kind, Tensor};
 
-use crate::cache::StoredLayer;
+use crate::stored::StoredLayer;
 pub use crate::encode::{ChunkKv, encode};
 use crate::{Decoder, Error};
 
@@ -172,17 +172,18 @@ impl Scoring {
 
     /// This layer's stored KV: of the prefix, and of all chunks one after another. Keys in f32, values as stored.
     fn stored(&self) -> Result<Stored, Error> {
-        let Shape { kv_heads, head_dim, .. } = self.shape;
-        let layer = self.layer as usize;
+        let layer = |kv: &Arc<ChunkKv>| {
+            let missing = || Error::Argument(format!("layer {} of a chunk of {}", self.layer, kv.layout));
+            kv.layer(self.layer).ok_or_else(missing)
+        };
         let prefix = match &self.request.prefix_kv {
-            Some(kv) => Some(StoredLayer::split(kv.layout.encoding, &kv.layers[layer]).tensors(kv_heads, head_dim)?),
+            Some(kv) => Some(layer(kv)?.tensors(0)?),
             None => None,
         };
-        let chunks: Vec<StoredLayer> =
-            self.request.chunk_kv.iter().map(|kv| StoredLayer::split(kv.layout.encoding, &kv.layers[layer])).collect();
-        let joined = StoredLayer::join(&chunks)?
+        let chunks = self.request.chunk_kv.iter().map(layer).collect::<Result<Vec<_>, _>>()?;
+        let chunks = StoredLayer::join(chunks.iter().map(|chunk| (chunk, 0)))?
             .ok_or_else(|| Error::Argument("scoring needs at least one chunk".to_owned()))?;
-        Ok(Stored { prefix, chunks: joined.tensors(kv_heads, head_dim)? })
+        Ok(Stored { prefix, chunks })
     }
 
     /// `[chunks, kv_heads, prefix + longest + question, head_dim]`, rotated.

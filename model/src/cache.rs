@@ -4,9 +4,9 @@
 //! tensor. Keys are rotated to their positions.
 
 use kvsplice_kernels::rope::Rotation;
-use kvsplice_kv::Encoding;
 use tch::{Device, Kind, Tensor};
 
+use crate::stored::StoredLayer;
 use crate::{Config, Error};
 
 /// Tokens a block.
@@ -65,11 +65,16 @@ impl KvCache {
         Ok(())
     }
 
-    /// Writes stored rows: keys before rotation (rotated here, in f32, with one rounding) and values. `slots` and
-    /// `rotation` are of the rows, in their order.
-    pub fn place(&mut self, layer: u32, slots: &[u32], stored: &StoredLayer, rotation: &Rotation) -> Result<(), Error> {
-        let shape = &self.keys[layer as usize].size()[1..];
-        let (keys, values) = stored.tensors(shape[0], shape[1])?;
+    /// Writes the rows of stored chunks: keys before rotation (rotated here, in f32, with one rounding) and values. `chunks`:
+    /// each with its first row that is written; encodings may differ. `slots` and `rotation` are of the rows, in their order.
+    pub fn place(
+        &mut self,
+        layer: u32,
+        slots: &[u32],
+        chunks: &[(&StoredLayer, u32)],
+        rotation: &Rotation,
+    ) -> Result<(), Error> {
+        let Some((keys, values)) = StoredLayer::join(chunks.iter().copied())? else { return Ok(()) };
         if keys.size()[0] != slots.len() as i64 {
             return Err(Error::Argument(format!("{} stored rows do not fit {} slots", keys.size()[0], slots.len())));
         }
@@ -123,70 +128,4 @@ pub struct KvBlock {
     keys: Tensor,
     /// As `keys`.
     values: Tensor,
-}
-
-/// One layer of a chunk as it is stored: K bytes, then V bytes.
-#[derive(Clone, Debug)]
-pub struct StoredLayer {
-    /// How numbers are stored.
-    pub encoding: Encoding,
-    /// K `[tokens, kv_heads, head_dim]` before rotation.
-    pub keys: bytes::Bytes,
-    /// V `[tokens, kv_heads, head_dim]`.
-    pub values: bytes::Bytes,
-}
-
-impl StoredLayer {
-    /// From one buffer that holds K, then V.
-    pub fn split(encoding: Encoding, layer: &bytes::Bytes) -> Self {
-        let half = layer.len() / 2;
-        Self { encoding, keys: layer.slice(..half), values: layer.slice(half..) }
-    }
-
-    /// Without the first `rows` of `tokens` rows.
-    pub fn skip(&self, rows: usize, tokens: usize) -> Self {
-        let rest = |bytes: &bytes::Bytes| {
-            let row = bytes.len().checked_div(tokens).unwrap_or(0);
-            bytes.slice((rows * row).min(bytes.len())..)
-        };
-        Self { encoding: self.encoding, keys: rest(&self.keys), values: rest(&self.values) }
-    }
-
-    /// Several chunks' rows one after another; `None` for no chunk. One large operation is faster than many small ones.
-    /// Fails on mixed encodings.
-    pub fn join<'a>(layers: impl IntoIterator<Item = &'a Self>) -> Result<Option<Self>, Error> {
-        let mut joined: Option<(Encoding, Vec<u8>, Vec<u8>)> = None;
-        for layer in layers {
-            let (encoding, keys, values) = joined.get_or_insert((layer.encoding, Vec::new(), Vec::new()));
-            if *encoding != layer.encoding {
-                return Err(Error::Argument(format!("chunks are stored as {encoding} and as {}", layer.encoding)));
-            }
-            keys.extend_from_slice(&layer.keys);
-            values.extend_from_slice(&layer.values);
-        }
-        Ok(joined.map(|(encoding, keys, values)| Self { encoding, keys: keys.into(), values: values.into() }))
-    }
-
-    /// Keys in f32 (to be rotated) and values as stored, each `[tokens, kv_heads, head_dim]`.
-    pub(crate) fn tensors(&self, kv_heads: i64, head_dim: i64) -> Result<(Tensor, Tensor), Error> {
-        let kind = kind_of(self.encoding);
-        let row = kv_heads as usize * head_dim as usize * self.encoding.bytes();
-        if self.keys.len() != self.values.len() || !self.keys.len().is_multiple_of(row) {
-            let (keys, values) = (self.keys.len(), self.values.len());
-            return Err(Error::Argument(format!(
-                "stored layer of {keys} and {values} bytes does not fit rows of {row}"
-            )));
-        }
-        let shape = [(self.keys.len() / row) as i64, kv_heads, head_dim];
-        let keys = Tensor::f_from_data_size(&self.keys, &shape, kind)?.f_to_kind(Kind::Float)?;
-        Ok((keys, Tensor::f_from_data_size(&self.values, &shape, kind)?))
-    }
-}
-
-/// The library's type for an encoding.
-pub(crate) fn kind_of(encoding: Encoding) -> Kind {
-    match encoding {
-        Encoding::F32 => Kind::Float,
-        Encoding::Bf16 => Kind::BFloat16,
-    }
 }

@@ -8,8 +8,9 @@ use kvsplice_kernels::rope::Rotation;
 use kvsplice_kv::{Encoding, KvLayout};
 use tch::Tensor;
 
-use crate::cache::{KvCache, kind_of};
+use crate::cache::KvCache;
 use crate::decoder::{Keep, SLICE_ROWS, Segment};
+use crate::stored::StoredLayer;
 use crate::{Decoder, Error};
 
 /// The KV of one chunk as it is stored.
@@ -19,8 +20,16 @@ pub struct ChunkKv {
     pub layout: KvLayout,
     /// Tokens.
     pub tokens: u32,
-    /// One a layer: K before rotation, then V, each `[tokens, kv_heads, head_dim]`.
+    /// One a layer, as [`StoredLayer::bytes`].
     pub layers: Vec<Bytes>,
+}
+
+impl ChunkKv {
+    /// One layer; none beyond the last.
+    pub fn layer(&self, layer: u32) -> Option<StoredLayer> {
+        let bytes = self.layers.get(layer as usize)?.clone();
+        Some(StoredLayer { layout: self.layout, tokens: self.tokens, bytes })
+    }
 }
 
 /// The layout of a model's chunks.
@@ -153,20 +162,12 @@ impl Encoder {
 
     /// Turns the captured rows of a layer into bytes, chunk by chunk.
     fn store(&mut self, captured: &[(Tensor, Tensor)]) -> Result<(), Error> {
-        let kind = kind_of(self.layout.encoding);
-        let joined = |tensors: Vec<&Tensor>| -> Result<Tensor, Error> {
-            Ok(Tensor::f_cat(&tensors, 0)?.f_to_kind(kind)?.f_contiguous()?)
-        };
-        let keys = joined(captured.iter().map(|(key, _)| key).collect())?;
-        let values = joined(captured.iter().map(|(_, value)| value).collect())?;
+        let (keys, values) = joined(captured)?;
         let mut first = 0;
         for chunk in &mut self.chunks {
-            let tokens = chunk.slots.len();
-            let half = tokens * self.layout.row_bytes();
-            let mut bytes = vec![0; 2 * half];
-            copy_rows(&keys, first, tokens, &mut bytes[..half])?;
-            copy_rows(&values, first, tokens, &mut bytes[half..])?;
-            chunk.layers.push(Bytes::from(bytes));
+            let tokens = chunk.slots.len() as i64;
+            let (keys, values) = (keys.f_narrow(0, first, tokens)?, values.f_narrow(0, first, tokens)?);
+            chunk.layers.push(StoredLayer::encode(self.layout, &keys, &values)?.bytes);
             first += tokens;
         }
         Ok(())
@@ -189,24 +190,19 @@ pub fn pack(
     tokens: i64,
 ) -> Result<ChunkKv, Error> {
     let layout = layout(config, encoding);
-    let half = tokens as usize * layout.row_bytes();
     let mut packed = Vec::with_capacity(layers.len());
     for slices in layers {
-        let rows = |pick: fn(&(Tensor, Tensor)) -> &Tensor| -> Result<Tensor, Error> {
-            let all = Tensor::f_cat(&slices.iter().map(pick).collect::<Vec<_>>(), 0)?;
-            Ok(all.f_narrow(0, first, tokens)?.f_to_kind(kind_of(encoding))?.f_contiguous()?)
-        };
-        let mut bytes = vec![0; 2 * half];
-        copy_rows(&rows(|slice| &slice.0)?, 0, tokens as usize, &mut bytes[..half])?;
-        copy_rows(&rows(|slice| &slice.1)?, 0, tokens as usize, &mut bytes[half..])?;
-        packed.push(Bytes::from(bytes));
+        let (keys, values) = joined(slices)?;
+        let (keys, values) = (keys.f_narrow(0, first, tokens)?, values.f_narrow(0, first, tokens)?);
+        packed.push(StoredLayer::encode(layout, &keys, &values)?.bytes);
     }
     Ok(ChunkKv { layout, tokens: tokens as u32, layers: packed })
 }
 
-fn copy_rows(tensor: &Tensor, first: usize, rows: usize, to: &mut [u8]) -> Result<(), Error> {
-    let rows = tensor.f_narrow(0, first as i64, rows as i64)?;
-    Ok(rows.f_copy_data_u8(to, rows.numel())?)
+/// Slices of keys and of values one after another.
+fn joined(slices: &[(Tensor, Tensor)]) -> Result<(Tensor, Tensor), Error> {
+    let all = |pick: fn(&(Tensor, Tensor)) -> &Tensor| Tensor::f_cat(&slices.iter().map(pick).collect::<Vec<_>>(), 0);
+    Ok((all(|slice| &slice.0)?, all(|slice| &slice.1)?))
 }
 
 /// Encodes `chunks` behind `prefix_ids` at one go. With `chunks` = the prefix itself and no prefix ids, this is the

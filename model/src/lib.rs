@@ -19,6 +19,7 @@ pub mod measure;
 mod random;
 pub mod sampling;
 pub mod spec;
+pub mod stored;
 pub mod template;
 #[cfg(test)]
 mod testing;

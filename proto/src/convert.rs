@@ -64,6 +64,27 @@ pub fn variant(field: &'static str, text: &str) -> Result<Variant, Error> {
     parse(field, text)
 }
 
+/// The part of a layer that a frame carries.
+pub fn part(frame: &v1::Frame) -> Result<kv::Part, Error> {
+    match v1::frame::Part::try_from(frame.part) {
+        Ok(v1::frame::Part::Keys) => Ok(kv::Part::Keys),
+        Ok(v1::frame::Part::KeyScales) => Ok(kv::Part::KeyScales),
+        Ok(v1::frame::Part::Values) => Ok(kv::Part::Values),
+        Ok(v1::frame::Part::ValueScales) => Ok(kv::Part::ValueScales),
+        Err(_) => Err(Error::Range { field: "part", expected: "in 0..=3", got: frame.part.to_string() }),
+    }
+}
+
+/// The part of a layer on the wire.
+pub fn wire_part(part: kv::Part) -> v1::frame::Part {
+    match part {
+        kv::Part::Keys => v1::frame::Part::Keys,
+        kv::Part::KeyScales => v1::frame::Part::KeyScales,
+        kv::Part::Values => v1::frame::Part::Values,
+        kv::Part::ValueScales => v1::frame::Part::ValueScales,
+    }
+}
+
 /// A submessage that must be there.
 pub fn required<T>(field: &'static str, value: Option<T>) -> Result<T, Error> {
     value.ok_or(Error::Missing { field })
