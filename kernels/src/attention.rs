@@ -106,13 +106,13 @@ fn own(
     cpu::attention::ragged_causal(
         isa,
         shape,
-        data::floats(OP, &floats)?,
-        data::floats(OP, &keys)?,
-        data::floats(OP, &values)?,
+        data::numbers(OP, &floats)?,
+        data::numbers(OP, &keys)?,
+        data::numbers(OP, &values)?,
         last,
         ends,
-        data::floats_mut(OP, &mut output)?,
-        data::floats_mut(OP, &mut sums)?,
+        data::numbers_mut(OP, &mut output)?,
+        data::numbers_mut(OP, &mut sums)?,
     );
     Ok((output.f_to_kind(query.kind())?, sums))
 }

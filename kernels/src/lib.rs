@@ -10,6 +10,7 @@ mod cpu;
 mod data;
 pub mod memory;
 mod parallel;
+pub mod place;
 pub mod quantize;
 #[cfg(feature = "libtorch")]
 pub mod rope;
@@ -17,6 +18,9 @@ pub mod rope;
 mod testing;
 
 pub use cpu::isa::Isa;
+
+/// Tokens a block of a sequence's KV.
+pub const BLOCK: u32 = 64;
 
 /// Why an operation was refused or failed.
 #[derive(Debug, thiserror::Error)]

@@ -11,7 +11,6 @@ mod encode;
 
 use crate::{Error, argument};
 
-pub(crate) use codes::{bf16_of, f32_of_bf16};
 pub use decode::{decode_keys, decode_values};
 pub(crate) use decode::{scale_each, scale_one};
 pub use encode::{encode_keys, encode_values};

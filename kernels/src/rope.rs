@@ -4,7 +4,9 @@
 
 use tch::{Device, Kind, Tensor};
 
-use crate::{Error, argument};
+use crate::cpu::number::Number;
+use crate::cpu::rope::{Angles, rotate};
+use crate::{Error, argument, data};
 
 /// Cosines and sines of every position.
 #[derive(Debug)]
@@ -62,12 +64,47 @@ impl Rotation {
                 format!("heads {:?} do not fit a table of {:?}", heads.size(), self.cos.size()),
             ));
         }
-        let kind = heads.kind();
+        match (heads.device(), heads.kind()) {
+            (Device::Cpu, Kind::Float) => self.fused::<f32>(heads),
+            (Device::Cpu, Kind::BFloat16) => self.fused::<half::bf16>(heads),
+            _ => self.library(heads),
+        }
+    }
+
+    /// In one pass.
+    fn fused<T: Number + data::Element>(&self, heads: &Tensor) -> Result<Tensor, Error> {
+        const OP: &str = "rope";
+        let spread = heads.stride();
+        let whole = spread.last() == Some(&1) && spread.get(1) == heads.size().last();
+        let copy = if whole { None } else { Some(heads.f_contiguous()?) };
+        let (from, stride) = data::rows::<T>(OP, copy.as_ref().unwrap_or(heads))?;
+        let mut to = Tensor::f_empty(heads.size(), (T::KIND, Device::Cpu))?;
+        let width = (heads.size()[1] * heads.size()[2]) as usize;
+        rotate(from, stride, width, self.angles()?, self.half(), data::numbers_mut(OP, &mut to)?);
+        Ok(to)
+    }
+
+    fn library(&self, heads: &Tensor) -> Result<Tensor, Error> {
+        let (kind, half) = (heads.kind(), self.cos.size()[2]);
         let heads = heads.f_to_kind(Kind::Float)?;
-        let (first, second) = (heads.f_narrow(2, 0, dim / 2)?, heads.f_narrow(2, dim / 2, dim / 2)?);
+        let (first, second) = (heads.f_narrow(2, 0, half)?, heads.f_narrow(2, half, half)?);
         let rotated_first = first.f_mul(&self.cos)?.f_addcmul_(&second, &self.sin.f_neg()?)?;
         let rotated_second = second.f_mul(&self.cos)?.f_addcmul_(&first, &self.sin)?;
         Ok(Tensor::f_cat(&[rotated_first, rotated_second], 2)?.f_to_kind(kind)?)
+    }
+
+    /// How many rows it rotates.
+    pub(crate) fn rows(&self) -> usize {
+        self.cos.size()[0] as usize
+    }
+
+    /// Numbers of half a head.
+    pub(crate) fn half(&self) -> usize {
+        self.cos.size()[2] as usize
+    }
+
+    pub(crate) fn angles(&self) -> Result<Angles<'_>, Error> {
+        Ok(Angles { cos: data::numbers("rope", &self.cos)?, sin: data::numbers("rope", &self.sin)? })
     }
 
     /// The rotation of rows `first..first + count`.
@@ -103,6 +140,28 @@ mod tests {
         let back = rotation.inverse().unwrap().apply(&there).unwrap();
         assert!((&back - &heads).abs().max().double_value(&[]) < 1e-5);
         assert!((there - heads).abs().max().double_value(&[]) > 0.5);
+    }
+
+    #[test]
+    fn one_pass_equals_the_library_for_rows_that_lie_apart() {
+        tch::manual_seed(7);
+        for (rows, heads, kind, bound) in
+            [(1, 3, Kind::Float, 1e-6), (97, 5, Kind::Float, 1e-6), (257, 2, Kind::BFloat16, 0.02)]
+        {
+            let all = Tensor::randn([rows, heads + 2, 32], (Kind::Float, Device::Cpu)).to_kind(kind);
+            let rotation = table().at(&(0..rows as u32).map(|row| row * 3).collect::<Vec<_>>()).unwrap();
+            let views = [
+                all.narrow(1, 1, heads),
+                all.narrow(1, 0, heads).contiguous(),
+                all.narrow(1, 0, heads).transpose(1, 2).contiguous().transpose(1, 2),
+            ];
+            for heads in views {
+                let (fused, library) = (rotation.apply(&heads).unwrap(), rotation.library(&heads).unwrap());
+                assert!(fused.is_contiguous() && fused.kind() == kind);
+                let error = (fused.to_kind(Kind::Float) - library.to_kind(Kind::Float)).abs().max().double_value(&[]);
+                assert!(error < bound, "{rows} {kind:?}: {error}");
+            }
+        }
     }
 
     #[test]

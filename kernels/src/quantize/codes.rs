@@ -38,21 +38,6 @@ pub(super) fn fp8_value(code: u8) -> f32 {
     f32::from_bits(bits | ((code & 0x80) << 24))
 }
 
-/// The nearest bfloat16, ties to even. NaN stays NaN.
-#[inline(always)]
-pub(crate) fn bf16_of(value: f32) -> u16 {
-    let bits = value.to_bits();
-    let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
-    let quiet = (bits >> 16) | 0x40;
-    (if bits & 0x7fff_ffff > 0x7f80_0000 { quiet } else { rounded }) as u16
-}
-
-/// The number of a bfloat16.
-#[inline(always)]
-pub(crate) fn f32_of_bf16(bits: u16) -> f32 {
-    f32::from_bits(u32::from(bits) << 16)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -87,16 +72,6 @@ mod tests {
             assert_eq!(fp8(middle as f32), even, "between {below} and {above}");
             assert_eq!(fp8((middle * (1.0 - 1e-6)) as f32), code);
             assert_eq!(fp8((middle * (1.0 + 1e-6)) as f32), code + 1);
-        }
-    }
-
-    #[test]
-    fn bf16_rounds_as_the_library_of_halves() {
-        for step in 0..200_000u32 {
-            let value = f32::from_bits(step.wrapping_mul(0x9e37_79b9));
-            let expected = half::bf16::from_f32(value);
-            assert_eq!(bf16_of(value), expected.to_bits(), "{value}");
-            assert_eq!(f32_of_bf16(expected.to_bits()).to_bits(), expected.to_f32().to_bits(), "{value}");
         }
     }
 }
