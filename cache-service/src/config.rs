@@ -22,14 +22,17 @@ pub struct Config {
     pub disk_bytes: u64,
     /// Folder of the disk tier, for one service alone. Its files may be opened and mapped by other programs, never changed.
     pub disk_dir: PathBuf,
+    /// Name the files of whole chunks (of the disk tier, or of a `file://` store without one) to workers that ask, so that
+    /// one on the same host maps them.
+    pub hand_out_paths: bool,
     /// What goes first when the memory or the disk tier is full: `lru` (asked for longest ago) or `value` (recompute cost ×
     /// frequency ÷ bytes). Pinned and leased chunks stay.
     pub eviction: Eviction,
     /// What enters the memory and the disk tier: `always` or `second` (what is asked for twice, or pinned).
     pub admission: Admission,
-    /// What computing the KV of one token takes, in microseconds; for `value`.
+    /// What computing the KV of one token takes, in microseconds; for `value`, until workers have measured it.
     pub recompute_us_per_token: f64,
-    /// The same by model digest, where several models share the cache: take the figures that `kvsplice bench ttft` measures.
+    /// The same by model digest; takes the place of what workers measure.
     pub recompute_us_by_model: BTreeMap<ModelDigest, f64>,
     /// Requests in flight; more are refused with RESOURCE_EXHAUSTED. A stream of chunks holds at most 32 MiB of unsent data.
     pub max_in_flight: usize,
@@ -48,6 +51,7 @@ impl Default for Config {
             memory_bytes: 1 << 30,
             disk_bytes: 0,
             disk_dir: disk::default_folder(&home()),
+            hand_out_paths: true,
             eviction: Eviction::default(),
             admission: Admission::default(),
             recompute_us_per_token: 500.0,

@@ -4,6 +4,7 @@
 //! together. An object whose layer does not match its digest is removed from where it was read: from the disk tier the
 //! store takes its place, from the store so that a repair can put it anew.
 
+use std::collections::HashSet;
 use std::fmt;
 use std::sync::Arc;
 
@@ -16,6 +17,7 @@ use crate::admission::Gate;
 use crate::disk::Disk;
 use crate::error::Fault;
 use crate::lookups::{Lookups, Outcome};
+use crate::mapping::{Mapped, Maps, Sums};
 use crate::memory::{Claim, Lookup, Memory};
 use crate::store::{Store, object_path};
 use crate::tier::{Costs, Layer, LayerKey, Object, ObjectKey, Origin, Removal};
@@ -92,6 +94,7 @@ pub(crate) struct Fetcher {
     pub(crate) store: Store,
     pub(crate) memory: Memory,
     pub(crate) disk: Disk,
+    pub(crate) maps: Maps,
     pub(crate) gate: Gate,
     pub(crate) costs: Costs,
     pub(crate) lookups: Arc<Lookups>,
@@ -116,6 +119,35 @@ impl Fetcher {
         self.memory.header(key, read).await
     }
 
+    /// The file that a caller on this host may map: of the disk tier, else of a store without one above it.
+    pub(crate) async fn mapped(&self, key: &ObjectKey) -> Option<Arc<Mapped>> {
+        if !self.maps.may_name(key) {
+            return None;
+        }
+        let (path, tier) = match self.disk.path(key) {
+            Some(path) => (path, Outcome::Disk),
+            // It is on its way into the disk tier, which is there because the store is slow.
+            None if self.disk.is_on() => return None,
+            None => (self.store.file(key)?, Outcome::Object),
+        };
+        self.maps.open(*key, path, tier).await
+    }
+
+    /// What the caller needs to read layers from a file; none if they are not as they were written.
+    pub(crate) async fn sums(&self, mapped: &Arc<Mapped>, rest: &[u32], batch: &[u32]) -> Option<Sums> {
+        let sums = self.maps.sums(mapped, rest, batch).await?;
+        self.lookups.count_many(mapped.tier, sums.crc32c.len() as u64);
+        self.lookups.count_many(Outcome::Mapped, sums.crc32c.len() as u64);
+        Some(sums)
+    }
+
+    /// Notes that callers could not use the files of these objects.
+    pub(crate) fn unmappable(&self, keys: impl Iterator<Item = ObjectKey>) {
+        let objects: HashSet<ObjectKey> = keys.collect();
+        self.lookups.count_many(Outcome::Unmappable, objects.len() as u64);
+        self.maps.forget(&Removal { objects, ..Removal::default() });
+    }
+
     /// Lets verified layers that were just written into the tiers. `epoch`: the disk tier's, from before.
     pub(crate) fn keep(&self, object: &Arc<Object>, layers: Vec<(u32, Layer)>, epoch: u64) {
         if !self.gate.admits(&object.key) {
@@ -132,6 +164,7 @@ impl Fetcher {
     /// Removes from the tiers above the store.
     pub(crate) async fn remove(&self, gone: Removal) {
         self.memory.remove(&gone);
+        self.maps.forget(&gone);
         self.disk.remove(gone).await;
     }
 

@@ -23,7 +23,7 @@ use crate::protect::Protection;
 use crate::service::PARALLEL;
 use crate::store::{KV, object_key};
 use crate::tier::Removal;
-use crate::{Error, records};
+use crate::{Error, kept, records};
 
 /// Objects that one call removes at most.
 const MAX_REMOVED: usize = 100_000;
@@ -46,6 +46,8 @@ pub(crate) async fn collect(
         }
     }
     let named = Named::read(fetcher).await?;
+    // Those of other services too.
+    let pinned: HashSet<ChunkId> = kept::pins(&fetcher.store).await?.into_iter().collect();
     let mut response = CollectOrphansResponse::default();
     let mut orphans: Vec<(ChunkId, Vec<ObjectMeta>)> = Vec::new();
     for (chunk, objects) in stored {
@@ -54,7 +56,7 @@ pub(crate) async fn collect(
         let age = |meta: &ObjectMeta| now.duration_since(meta.last_modified.into()).unwrap_or(Duration::ZERO);
         if named.chunks.contains(&chunk) {
             response.named += count;
-        } else if protection.covers(&chunk) {
+        } else if protection.covers(&chunk) || pinned.contains(&chunk) {
             response.protected += count;
         } else if objects.iter().any(|meta| age(meta) < min_age) {
             response.young += count;

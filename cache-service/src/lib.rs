@@ -3,7 +3,7 @@
 //! One layer of one chunk is the unit: it is read by range, verified once when it enters the tier, and streamed to workers in
 //! layer order. An object becomes visible only after its header and every layer have been checked. What is missing or damaged
 //! is a counted miss of that chunk, never of the request. The service computes nothing and knows no tensor; all its state but
-//! pins and leases is in the store, so any number of them may share one.
+//! leases is in the store, so any number of them may share one.
 #![forbid(unsafe_code)]
 
 mod admission;
@@ -14,7 +14,9 @@ mod eviction;
 mod fetch;
 mod frame;
 mod gc;
+mod kept;
 mod lookups;
+mod mapping;
 mod memory;
 mod protect;
 mod put;

@@ -33,6 +33,10 @@ outcomes! {
     Truncated = "miss/truncated",
     Foreign = "miss/foreign",
     Store = "miss/store",
+    /// Layers, among those above, that were named in a file and not sent.
+    Mapped = "mapped/layer",
+    /// Chunks that were named in a file which the caller could not use.
+    Unmappable = "mapped/refused",
     /// Files of the disk tier that were removed because they are not as they were written.
     DiskDamaged = "disk/damaged",
     /// Files of the disk tier that were removed because they are not what their name says, or unfinished.

@@ -1,6 +1,7 @@
 //! Which chunks must not be evicted: pinned ones, and those under a lease.
 //!
-//! Leases end by themselves. Both are kept in memory only: after a restart nothing is protected, and nothing is lost.
+//! Leases end by themselves, by a clock that never jumps, and with the process: nothing is lost. Pins are stored (`kept`)
+//! and read at the start.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -73,13 +74,18 @@ impl Protection {
         Ok(Lease { id: format!("{:x}-{number:x}", self.epoch_ms), expires_ms })
     }
 
-    /// Protects `chunks` until they are unpinned.
-    pub(crate) fn pin(&self, chunks: &[ChunkId]) -> Result<(), Error> {
-        let mut state = self.write();
-        if state.pinned.len() + chunks.len() > MAX_PINS {
+    /// Refuses pins for which there is no room.
+    pub(crate) fn check_pins(&self, chunks: &[ChunkId]) -> Result<(), Error> {
+        if self.read().pinned.len() + chunks.len() > MAX_PINS {
             return Err(Error::TooMany { what: "pins", limit: MAX_PINS, advice: "unpin some first" });
         }
-        state.pinned.extend(chunks);
+        Ok(())
+    }
+
+    /// Protects `chunks` until they are unpinned.
+    pub(crate) fn pin(&self, chunks: &[ChunkId]) -> Result<(), Error> {
+        self.check_pins(chunks)?;
+        self.write().pinned.extend(chunks);
         Ok(())
     }
 

@@ -18,10 +18,10 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 use tonic::Status;
 use tracing::{debug, warn};
 
-use crate::Error;
 use crate::fetch::{Fetcher, Miss};
 use crate::store::{UPLOAD_BYTES, Upload, object_path};
 use crate::tier::{Layer, Object, ObjectKey, Origin, Removal};
+use crate::{Error, kept};
 
 /// Objects up to this size are written in one call.
 const SMALL_BYTES: usize = 32 << 20;
@@ -53,7 +53,7 @@ pub(crate) async fn put(
     messages: impl Stream<Item = Result<PutChunkRequest, Status>> + Send + Unpin,
 ) -> Result<bool, Status> {
     let mut body = Body { messages, pending: Bytes::new(), left: 0 };
-    let (key, size) = body.start().await?;
+    let (key, size, us_per_token) = body.start().await?;
     let path = object_path(&key);
     let refused = |source| Status::from(Error::Refused { chunk: key.chunk.to_string(), source });
 
@@ -83,6 +83,7 @@ pub(crate) async fn put(
     };
     fetcher.memory.forget_header(&key);
     let epoch = fetcher.disk.epoch();
+    let model = header.key.model;
     let object = Arc::new(Object { key, header, origin: Origin::Store(None) });
     let incoming = Incoming { fetcher: &fetcher, object, path, header_bytes, replace, epoch };
     let created = if size as usize <= SMALL_BYTES {
@@ -92,6 +93,11 @@ pub(crate) async fn put(
         let _room = uploads.room_for(2 * incoming.object.header.layer_bytes() + UPLOAD_BYTES).await?;
         incoming.large(&mut body).await?
     };
+    if let Some(cost) = fetcher.costs.measure(model, us_per_token)
+        && let Err(error) = kept::keep_cost(&fetcher.store, &model, cost).await
+    {
+        warn!(%model, %error, "a measured recompute cost is not stored; it is measured again after a restart");
+    }
     debug!(chunk = %key.chunk, bytes = size, created, "stored a chunk");
     Ok(created)
 }
@@ -188,16 +194,20 @@ struct Body<M> {
 }
 
 impl<M: Stream<Item = Result<PutChunkRequest, Status>> + Send + Unpin> Body<M> {
-    async fn start(&mut self) -> Result<(ObjectKey, u64), Status> {
+    async fn start(&mut self) -> Result<(ObjectKey, u64, f64), Status> {
         let first = self.messages.next().await.transpose()?.and_then(|message| message.message);
-        let Some(Message::Start(PutChunkStart { chunk, variant, size })) = first else {
+        let Some(Message::Start(PutChunkStart { chunk, variant, size, encode_us_per_token })) = first else {
             let detail = "must be the first message".to_owned();
             return Err(Error::Request { field: "start", detail }.into());
         };
         let chunk = convert::chunk_id("start.chunk", &chunk)?;
         let variant = convert::variant("start.variant", &variant)?;
+        if !encode_us_per_token.is_finite() || encode_us_per_token < 0.0 {
+            let detail = format!("must be 0 or more microseconds, got {encode_us_per_token}");
+            return Err(Error::Request { field: "start.encode_us_per_token", detail }.into());
+        }
         self.left = size;
-        Ok((ObjectKey { chunk, variant }, size))
+        Ok((ObjectKey { chunk, variant }, size, encode_us_per_token))
     }
 
     /// The header's bytes, and what they say.

@@ -22,6 +22,7 @@ use crate::admission::Gate;
 use crate::disk::{Disk, Usage};
 use crate::fetch::{Fetcher, Miss};
 use crate::lookups::Lookups;
+use crate::mapping::Maps;
 use crate::memory::Memory;
 use crate::protect::Protection;
 use crate::put::{self, Uploads};
@@ -29,7 +30,7 @@ use crate::records;
 use crate::store::{Store, chunk_path, object_path};
 use crate::stream::{self as chunks, Wanted};
 use crate::tier::{Costs, ObjectKey, Removal};
-use crate::{Config, Error, gc, verify};
+use crate::{Config, Error, gc, kept, verify};
 
 /// Items in one list of a request.
 const MAX_ITEMS: usize = 1 << 16;
@@ -52,6 +53,15 @@ impl Service {
         let lookups = Arc::new(Lookups::default());
         let costs = Costs::new(config);
         store.count_in(lookups.clone());
+        // What is not known of them costs speed only: orphans are collected with the pins of that moment.
+        match kept::pins(&store).await.and_then(|pins| protection.pin(&pins)) {
+            Ok(()) => {}
+            Err(error) => warn!(%error, "stored pins are not known; pinned chunks may leave the tiers"),
+        }
+        match kept::costs(&store).await {
+            Ok(stored) => stored.into_iter().for_each(|(model, cost)| costs.remember(model, cost)),
+            Err(error) => warn!(%error, "measured recompute costs are not known until they are measured again"),
+        }
         let memory = Memory::new(config.memory_bytes, config.eviction, protection.clone());
         let gate = Gate::new(config.admission, protection.clone());
         let disk = {
@@ -62,7 +72,8 @@ impl Service {
                 .await
                 .map_err(|error| Error::Config { field: "disk_dir", detail: format!("cannot be read: {error}") })?
         };
-        let fetcher = Arc::new(Fetcher { store, memory, disk, gate, costs, lookups });
+        let maps = Maps::new(config.hand_out_paths, protection.clone());
+        let fetcher = Arc::new(Fetcher { store, memory, disk, maps, gate, costs, lookups });
         Ok(Self { fetcher, protection, uploads: Arc::new(Uploads::new()) })
     }
 
@@ -189,6 +200,9 @@ impl Cache for Service {
         let store = &self.fetcher.store;
         for chunk in &chunks {
             paths.extend(store.list(&chunk_path(chunk)).await?);
+            if self.protection.pinned(chunk) {
+                paths.push(kept::pin_path(chunk));
+            }
         }
         let remove = |path: object_store::path::Path| async move {
             // A bucket says yes to the removal of what is not there: look first.
@@ -197,6 +211,7 @@ impl Cache for Service {
         };
         let removals: Vec<_> = paths.into_iter().map(remove).collect();
         let removed: Vec<Option<String>> = stream::iter(removals).buffered(PARALLEL).try_collect().await?;
+        self.protection.unpin(&chunks);
         let gone = Removal { chunks: chunks.into_iter().collect(), objects: single.into_iter().collect() };
         self.fetcher.remove(gone).await;
         Ok(Response::new(DeleteResponse { removed: removed.into_iter().flatten().collect() }))
@@ -205,9 +220,13 @@ impl Cache for Service {
     async fn pin(&self, request: Request<PinRequest>) -> Result<Response<PinResponse>, Status> {
         let request = request.into_inner();
         let chunks = chunk_ids("chunks", &request.chunks)?;
+        let store = &self.fetcher.store;
         if request.unpin {
+            kept::unpin(store, &chunks).await?;
             self.protection.unpin(&chunks);
         } else {
+            self.protection.check_pins(&chunks)?;
+            kept::pin(store, &chunks).await?;
             self.protection.pin(&chunks)?;
         }
         Ok(Response::new(PinResponse {}))
@@ -239,6 +258,7 @@ impl Cache for Service {
             pins: pins as u32,
             lookups: self.fetcher.lookups.snapshot(),
             store: self.fetcher.store.name().to_owned(),
+            encode_us_per_token: self.fetcher.costs.snapshot(),
         }))
     }
 }

@@ -4,6 +4,7 @@
 
 use std::future::Future;
 use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -38,6 +39,8 @@ pub(crate) struct Store {
     timeout: Duration,
     reads: Semaphore,
     lookups: Arc<Lookups>,
+    /// Where its objects lie as files of this host.
+    folder: Option<PathBuf>,
 }
 
 /// Opens the store that `config` names and proves that it can be written.
@@ -50,7 +53,10 @@ pub(crate) async fn open(config: &Config) -> Result<Store, Error> {
     if !url.username().is_empty() || url.password().is_some() {
         return Err(failed("credentials in the URL".into(), "put them in the environment instead"));
     }
-    let store = Store::new(connect(&url, timeout, &failed)?, name.clone(), timeout);
+    let mut store = Store::new(connect(&url, timeout, &failed)?, name.clone(), timeout);
+    if url.scheme() == "file" {
+        store.folder = url.to_file_path().ok().and_then(|folder| folder.canonicalize().ok());
+    }
     store.probe().await.map_err(|error| {
         let (detail, advice) = match &error {
             Error::Store { source, .. } => {
@@ -134,7 +140,7 @@ fn bucket<'a>(url: &'a Url, failed: &dyn Fn(String, &'static str) -> Error) -> R
 
 impl Store {
     pub(crate) fn new(inner: Arc<dyn ObjectStore>, name: String, timeout: Duration) -> Self {
-        Self { inner, name, timeout, reads: Semaphore::new(MAX_READS), lookups: Arc::default() }
+        Self { inner, name, timeout, reads: Semaphore::new(MAX_READS), lookups: Arc::default(), folder: None }
     }
 
     /// Counts failed calls in `lookups` from now on.
@@ -145,6 +151,12 @@ impl Store {
     /// The URL without credentials.
     pub(crate) fn name(&self) -> &str {
         &self.name
+    }
+
+    /// Where an object lies as a file of this host, if there is one. Such a store never writes into an object's file: it
+    /// writes another one and renames it.
+    pub(crate) fn file(&self, key: &ObjectKey) -> Option<PathBuf> {
+        Some(self.folder.as_ref()?.join(object_path(key).as_ref()))
     }
 
     /// Writes, reads and removes a small object.

@@ -24,6 +24,7 @@ use tracing::debug;
 
 use crate::fetch::{Fetcher, Loaded, Miss};
 use crate::frame::{self, Frames};
+use crate::mapping::{Mapped, Sums};
 use crate::tier::{Object, ObjectKey};
 use crate::{Error, service};
 
@@ -48,6 +49,9 @@ pub(crate) struct Wanted {
     places: u32,
     /// Ascending; empty for all.
     layers: Vec<u32>,
+    /// Whether the caller may be able to map files.
+    mapped: bool,
+    unmappable: bool,
 }
 
 impl TryFrom<Want> for Wanted {
@@ -72,7 +76,8 @@ impl TryFrom<Want> for Wanted {
         let mut layers = want.layers;
         layers.sort_unstable();
         layers.dedup();
-        Ok(Self { chunks, places: want.chunks.len() as u32, layers })
+        let (mapped, unmappable) = (want.mapped && !want.unmappable, want.unmappable);
+        Ok(Self { chunks, places: want.chunks.len() as u32, layers, mapped, unmappable })
     }
 }
 
@@ -89,11 +94,32 @@ struct Chunk {
     batch: usize,
     read: Option<AbortHandle>,
     dropped: bool,
+    /// Whether the tiers know that it is asked for.
+    asked: bool,
+    file: InFile,
     /// Rows that are not sent of layers from this one on.
     skip: (u32, RowRanges),
 }
 
-type ReadResult = Result<(Arc<Object>, Vec<Loaded>), Miss>;
+/// Whether a chunk is sent, or its file named.
+#[derive(Clone)]
+enum InFile {
+    /// It will be tried.
+    Maybe,
+    Yes(Arc<Mapped>),
+    No,
+}
+
+/// What was read of a chunk.
+enum Found {
+    Layers(Arc<Object>, Vec<Loaded>),
+    /// Layers that the caller reads from a file.
+    Named(Sums),
+    /// There is no file that can be named: the layers are to be sent.
+    NoFile,
+}
+
+type ReadResult = Result<Found, Miss>;
 
 /// What one read brings.
 struct Step {
@@ -107,6 +133,7 @@ struct Step {
 
 enum Ready {
     Layer(Loaded, usize),
+    Named(Sums),
     Error(Miss),
 }
 
@@ -133,6 +160,9 @@ pub(crate) async fn send(
     out: mpsc::Sender<Result<Frame, Status>>,
 ) {
     let places = wanted.places;
+    if wanted.unmappable {
+        fetcher.unmappable(wanted.chunks.iter().map(|(_, key)| *key));
+    }
     let mut sender = Sender::new(fetcher, wanted);
     let mut requests = std::pin::pin!(requests);
     let mut listening = true;
@@ -194,6 +224,8 @@ impl Sender {
             batch: 1,
             read: None,
             dropped: false,
+            asked: false,
+            file: if wanted.mapped { InFile::Maybe } else { InFile::No },
             skip: (0, RowRanges::default()),
         };
         let chunks: Vec<Chunk> = wanted.chunks.into_iter().map(chunk).collect();
@@ -228,7 +260,7 @@ impl Sender {
             self.waiting.pop();
             let (handle, registration) = AbortHandle::new_pair();
             chunk.read = Some(handle);
-            let read = read(self.fetcher.clone(), chunk.key, chunk.object.clone(), chunk.next_layers());
+            let read = chunk.read(self.fetcher.clone());
             let step = Abortable::new(read, registration).map(move |result| Step { index, bytes, result: result.ok() });
             self.reading.push(step.boxed());
             self.reading_bytes += bytes;
@@ -242,28 +274,46 @@ impl Sender {
         let Some(result) = step.result.filter(|_| !chunk.dropped) else { return };
         let next = chunk.layers.get(chunk.done).copied().unwrap_or(0);
         let (object, loaded) = match result {
-            Ok(read) => read,
+            Ok(Found::Layers(object, loaded)) => (object, loaded),
+            Ok(Found::Named(sums)) => {
+                let (count, object) = (sums.crc32c.len(), sums.mapped.object.clone());
+                chunk.file = InFile::Yes(sums.mapped.clone());
+                self.ready.insert((sums.first, step.index), Ready::Named(sums));
+                return self.go_on(step.index, object, count);
+            }
+            Ok(Found::NoFile) => {
+                chunk.file = InFile::No;
+                chunk.object = None;
+                self.waiting.push(Reverse((next, step.index)));
+                return;
+            }
             Err(miss) => {
                 self.fetcher.count_miss(&chunk.key, &miss);
                 self.ready.insert((next, step.index), Ready::Error(miss));
                 return;
             }
         };
-        if self.all_layers && chunk.layers.is_empty() {
-            chunk.layers = (0..object.header.layout.layers).collect();
-        }
-        chunk.object = Some(object);
-        chunk.done += loaded.len();
-        if loaded.len() == chunk.batch {
-            chunk.batch *= 2;
-        }
-        if let Some(&layer) = chunk.layers.get(chunk.done) {
-            self.waiting.push(Reverse((layer, step.index)));
-        }
+        self.go_on(step.index, object, loaded.len());
         for layer in loaded {
             let bytes = layer.bytes.len();
             self.ready_bytes += bytes;
             self.ready.insert((layer.layer, step.index), Ready::Layer(layer, bytes));
+        }
+    }
+
+    /// Notes that `count` more layers of a chunk are at hand, and queues it for the next ones.
+    fn go_on(&mut self, index: usize, object: Arc<Object>, count: usize) {
+        let Some(chunk) = self.chunks.get_mut(index) else { return };
+        if self.all_layers && chunk.layers.is_empty() {
+            chunk.layers = (0..object.header.layout.layers).collect();
+        }
+        chunk.object = Some(object);
+        chunk.done += count;
+        if count >= chunk.batch {
+            chunk.batch *= 2;
+        }
+        if let Some(&layer) = chunk.layers.get(chunk.done) {
+            self.waiting.push(Reverse((layer, index)));
         }
     }
 
@@ -278,7 +328,7 @@ impl Sender {
         }
         loop {
             let (&(_, index), ready) = self.ready.first_key_value()?;
-            if matches!(ready, Ready::Error(_)) {
+            if matches!(ready, Ready::Error(_) | Ready::Named(_)) {
                 return Some(());
             }
             let ((layer, _), Ready::Layer(loaded, bytes)) = self.ready.pop_first()? else { return None };
@@ -307,6 +357,7 @@ impl Sender {
         let place = self.chunks.get(index)?.place;
         match ready {
             Ready::Error(miss) => Some(frame::error(place, layer, miss.to_string())),
+            Ready::Named(sums) => Some(sums.frame(place)),
             Ready::Layer(..) => None,
         }
     }
@@ -363,6 +414,37 @@ impl Chunk {
         rest.iter().copied().zip(first..).take(most).take_while(no_gap).map(|(layer, _)| layer).collect()
     }
 
+    /// Reads the next layers, or finds out in which file the caller can.
+    fn read(&mut self, fetcher: Arc<Fetcher>) -> impl Future<Output = ReadResult> + Send + 'static {
+        let (key, file, object, layers) = (self.key, self.file.clone(), self.object.clone(), self.next_layers());
+        let rest = match &file {
+            InFile::No => Vec::new(),
+            _ => self.layers.get(self.done..).unwrap_or(&[]).to_vec(),
+        };
+        let asked = std::mem::replace(&mut self.asked, true);
+        async move {
+            if !asked {
+                fetcher.ask(&key);
+            }
+            let mapped = match file {
+                InFile::Maybe => Some(fetcher.mapped(&key).await),
+                InFile::Yes(mapped) => Some(Some(mapped)),
+                InFile::No => None,
+            };
+            if let Some(mapped) = mapped {
+                let Some(mapped) = mapped else { return Ok(Found::NoFile) };
+                let rest = if rest.is_empty() { (0..mapped.object.header.layout.layers).collect() } else { rest };
+                return Ok(fetcher.sums(&mapped, &rest, &layers).await.map_or(Found::NoFile, Found::Named));
+            }
+            let object = match object {
+                Some(object) => object,
+                None => fetcher.object(&key).await?,
+            };
+            let loaded = fetcher.layers(&object, &layers).await?;
+            Ok(Found::Layers(object, loaded))
+        }
+    }
+
     fn next_bytes(&self) -> usize {
         match &self.object {
             Some(object) => object.header.layer_bytes() * self.next_layers().len(),
@@ -371,14 +453,3 @@ impl Chunk {
     }
 }
 
-async fn read(fetcher: Arc<Fetcher>, key: ObjectKey, object: Option<Arc<Object>>, layers: Vec<u32>) -> ReadResult {
-    let object = match object {
-        Some(object) => object,
-        None => {
-            fetcher.ask(&key);
-            fetcher.object(&key).await?
-        }
-    };
-    let loaded = fetcher.layers(&object, &layers).await?;
-    Ok((object, loaded))
-}

@@ -24,6 +24,10 @@ pub struct Config {
     pub beginning_bytes: u64,
     /// Which beginnings go first: pgdsf or lru.
     pub beginning_policy: Policy,
+    /// Connections to the cache service that chunks are spread over.
+    pub cache_connections: u32,
+    /// Map chunks that the cache service has in files of this host, instead of having them sent.
+    pub map_files: bool,
     /// Seconds that one call of the cache service may take.
     pub cache_deadline_s: u64,
     /// Seconds that a request may take when the caller sets no deadline.
@@ -41,6 +45,8 @@ impl Default for Config {
             kv_bytes: 4 << 30,
             beginning_bytes: 1 << 30,
             beginning_policy: Policy::default(),
+            cache_connections: 1,
+            map_files: true,
             cache_deadline_s: 60,
             deadline_s: 600,
             grace_s: 30,
@@ -56,6 +62,9 @@ impl Config {
             return Err(Error::Config(
                 "queue_limit, kv_bytes, cache_deadline_s and deadline_s must be above 0".to_owned(),
             ));
+        }
+        if !(1..=64).contains(&self.cache_connections) {
+            return Err(Error::Config(format!("cache_connections must be 1 to 64, got {}", self.cache_connections)));
         }
         Ok(())
     }

@@ -22,7 +22,7 @@ use crate::decode::step;
 use crate::encode::{Call, store};
 use crate::handle::{Command, Handle, Load};
 use crate::keep::keep;
-use crate::load::{Loaded, Wanted, load};
+use crate::load::{Loaded, Loader, Wanted};
 use crate::pass::{Encoded, Prefixes};
 use crate::placing::Placing;
 use crate::prefill::{Prefill, Step};
@@ -54,11 +54,12 @@ pub(crate) struct Engine {
     model: Model,
     compute: Compute,
     cache: CacheClient,
+    loader: Loader,
 }
 
 impl Engine {
     /// An engine that `handle` leads to.
-    pub(crate) fn new(handle: &Handle, config: &Config, model: Model, compute: Compute, cache: CacheClient) -> Self {
+    pub(crate) fn new(handle: &Handle, config: &Config, model: Model, compute: Compute, loader: Loader) -> Self {
         Self {
             queue_limit: config.queue_limit as usize,
             kv_budget: config.kv_bytes,
@@ -73,7 +74,8 @@ impl Engine {
             next_id: 0,
             model,
             compute,
-            cache,
+            cache: loader.client(),
+            loader,
         }
     }
 
@@ -165,7 +167,9 @@ impl Engine {
             };
             let sink = async move |news| commands.send(Command::Loaded { id, news }).await.is_ok();
             let (skips, said) = oneshot::channel();
-            let loading = tokio::spawn(load(self.cache.clone(), wanted, said, sink).instrument(span.clone()));
+            let loader = self.loader.clone();
+            let loading = async move { loader.load(wanted, said, sink).await };
+            let loading = tokio::spawn(loading.instrument(span.clone()));
             active.loads(loading.abort_handle(), skips);
         }
         self.active.push(active);

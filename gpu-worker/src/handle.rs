@@ -5,7 +5,6 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use kvsplice_kv::RowRanges;
 use kvsplice_model::{Compute, Model};
-use kvsplice_proto::cache::CacheClient;
 use tokio::sync::{mpsc, oneshot};
 use tonic::Status;
 use tracing::{Span, info_span};
@@ -14,7 +13,7 @@ use crate::active::{Events, chunks};
 use crate::beginning::Beginnings;
 use crate::encode::Call;
 use crate::engine::{Engine, token_bytes};
-use crate::load::Loaded;
+use crate::load::{Loaded, Loader};
 use crate::request::Request;
 use crate::{Config, Error};
 
@@ -66,12 +65,12 @@ pub(crate) struct Handle {
 
 impl Handle {
     /// Starts the engine. It ends when the last handle is gone.
-    pub(crate) fn start(config: &Config, model: Model, compute: Compute, cache: CacheClient) -> Self {
+    pub(crate) fn start(config: &Config, model: Model, compute: Compute, loader: Loader) -> Self {
         let (commands, inbox) = mpsc::channel(WAITING_COMMANDS);
         let load = Arc::new(Load::default());
         let beginnings = Beginnings::new(config.beginning_policy, config.beginning_bytes, token_bytes(&model));
         let handle = Self { commands, load, beginnings };
-        tokio::spawn(Engine::new(&handle, config, model, compute, cache).run(inbox));
+        tokio::spawn(Engine::new(&handle, config, model, compute, loader).run(inbox));
         handle
     }
 

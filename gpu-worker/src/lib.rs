@@ -19,7 +19,7 @@ mod focus;
 mod guide;
 mod handle;
 mod keep;
-mod load;
+pub mod load;
 mod pass;
 mod placing;
 mod prefill;
@@ -37,15 +37,16 @@ mod tree;
 use std::future::Future;
 
 use kvsplice_model::{Compute, Model};
-use kvsplice_proto::cache::CacheClient;
 use kvsplice_proto::v1::worker_server::WorkerServer;
-use kvsplice_proto::{client, server};
+use kvsplice_proto::server;
 use tokio::net::TcpListener;
 use tracing::info;
 
 pub use config::Config;
 pub use error::Error;
 pub use tree::Policy;
+
+use crate::load::Loader;
 
 /// Loads the model, then serves on `listener` until `shutdown` resolves and what was running has ended.
 pub async fn run(
@@ -58,8 +59,9 @@ pub async fn run(
     let spec = config.primary.clone();
     let model = compute.run(move || Model::load(&spec)).await??;
     info!(model = %model.name, digest = %model.digest.short(), dtype = %config.primary.dtype(), "model loaded");
-    let cache = CacheClient::new(client::channel(&config.cache)?, config.cache_deadline());
-    let engine = handle::Handle::start(&config, model.clone(), compute.clone(), cache.clone());
+    let loader = Loader::new(&config.cache, config.cache_connections, config.map_files, config.cache_deadline())?;
+    let cache = loader.client();
+    let engine = handle::Handle::start(&config, model.clone(), compute.clone(), loader);
     let service = service::Service::new(&config, model, compute, engine, cache);
     let service = WorkerServer::new(service)
         .max_decoding_message_size(server::MESSAGE_BYTES)

@@ -1,224 +1,357 @@
 //! Fetches chunk KV from the cache service, layer by layer, and puts frames together.
 //!
 //! Input: the chunks of one request. Output: one [`Loaded`] a (chunk, layer), or one failure a chunk. It verifies each
-//! frame's checksum; whether a layer is the right one was verified when it entered the cache service's tier. Rows that will
-//! be recomputed are skipped once they are known: they may come or not, and are zeros where they have not.
+//! frame's checksum; whether a layer is the right one was verified when it entered the cache service's tier. Layers that the
+//! service names in a file of this host are mapped and checked instead (`files`); what cannot be mapped is asked for again.
+//! Rows that will be recomputed are skipped once they are known: they may come or not, and are zeros where they have not.
+
+mod files;
+mod partial;
 
 use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
+use futures::stream::{BoxStream, SelectAll};
+use futures::{StreamExt, future};
 use kvsplice_kv::receipt::Source;
-use kvsplice_kv::{ChunkId, KvLayout, Part, RowRanges, Variant};
-use kvsplice_model::stored::StoredLayer;
-use kvsplice_proto::cache::{CacheClient, intact};
+use kvsplice_kv::{ChunkId, KvLayout, RowRanges, Variant};
+use kvsplice_model::cache::StoredLayer;
+use kvsplice_proto::cache::CacheClient;
 use kvsplice_proto::v1::get_chunks_request::Message;
-use kvsplice_proto::{convert, v1};
+use kvsplice_proto::{client, convert, v1};
 use tokio::sync::{mpsc, oneshot};
-use tonic::Code;
+use tonic::{Code, Status};
+
+use self::files::{Checked, Checks, Files};
+use self::partial::{Open, accept};
 
 /// A chunk to fetch.
-pub(crate) struct WantedChunk {
+#[derive(Clone, Debug)]
+pub struct WantedChunk {
     /// Under which there will be news.
-    pub(crate) place: usize,
-    pub(crate) id: ChunkId,
-    pub(crate) tokens: u32,
+    pub place: usize,
+    /// Which chunk.
+    pub id: ChunkId,
+    /// Its tokens.
+    pub tokens: u32,
 }
 
 /// What to fetch.
-pub(crate) struct Wanted {
+#[derive(Clone, Debug)]
+pub struct Wanted {
     /// Distinct ones.
-    pub(crate) chunks: Vec<WantedChunk>,
-    pub(crate) layout: KvLayout,
-    pub(crate) variant: Variant,
-    pub(crate) lease: String,
+    pub chunks: Vec<WantedChunk>,
+    /// The shape of their KV.
+    pub layout: KvLayout,
+    /// The form in which it is stored.
+    pub variant: Variant,
+    /// The lease that covers them; may be empty.
+    pub lease: String,
 }
 
 /// Rows of chunks that need not come, by the place that [`WantedChunk`] gives each. Said once, or never.
-pub(crate) type Skips = HashMap<usize, RowRanges>;
+pub type Skips = HashMap<usize, RowRanges>;
 
 /// News of a chunk, by the place that [`WantedChunk`] gives it.
 #[derive(Debug)]
-pub(crate) enum Loaded {
-    /// One layer, whole but for skipped rows. `bytes`: how many have come of this chunk since its last news.
-    Layer { chunk: usize, layer: u32, stored: StoredLayer, source: Source, bytes: u64 },
+pub enum Loaded {
+    /// One layer, whole but for skipped rows.
+    Layer {
+        /// The chunk's place.
+        chunk: usize,
+        /// Which layer.
+        layer: u32,
+        /// Its KV.
+        stored: StoredLayer,
+        /// The tier that held it.
+        source: Source,
+        /// How many bytes have come over the wire of this chunk since its last news; none of what is mapped.
+        bytes: u64,
+    },
     /// Nothing more will come of this chunk.
-    Failed { chunk: usize, reason: String, service_down: bool },
+    Failed {
+        /// The chunk's place.
+        chunk: usize,
+        /// Why; starts with one stable word and a colon.
+        reason: String,
+        /// The cache service cannot be reached at all.
+        service_down: bool,
+    },
 }
 
-/// Fetches everything, handing news to `sink` until it returns false.
-pub(crate) async fn load(
-    cache: CacheClient,
-    wanted: Wanted,
-    skips: oneshot::Receiver<Skips>,
-    mut sink: impl AsyncFnMut(Loaded) -> bool,
-) {
-    let chunk = |chunk: &WantedChunk| {
-        let needed = RowRanges::from_range(0..chunk.tokens);
-        Some(Open { needed, partial: HashMap::new(), done: vec![false; wanted.layout.layers as usize], bytes: 0 })
-    };
-    let mut open: Vec<Option<Open>> = wanted.chunks.iter().map(chunk).collect();
-    let (reason, service_down) = match fetch(&cache, &wanted, skips, &mut open, &mut sink).await {
-        Ok(()) => ("store: the stream ended early".to_owned(), false),
-        Err(status) => {
-            let down =
-                matches!(status.code(), Code::Unavailable | Code::Unknown | Code::Cancelled | Code::DeadlineExceeded);
-            (format!("store: {}", status.message()), down)
-        }
-    };
-    for (chunk, state) in wanted.chunks.iter().zip(&open) {
-        let chunk = chunk.place;
-        if state.is_some() && !sink(Loaded::Failed { chunk, reason: reason.clone(), service_down }).await {
-            return;
+/// The way to one cache service: connections that chunks are spread over, and whether files may be mapped. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Loader {
+    connections: Arc<[CacheClient]>,
+    files: Option<Arc<Files>>,
+}
+
+impl Loader {
+    /// `connections` (at least one) to the service at `address`, whose calls take `deadline` at most. `map_files`: layers
+    /// that lie in files of this host are mapped, not sent. Must be called within a tokio runtime.
+    ///
+    /// # Errors
+    /// [`client::Error`] for a bad address.
+    pub fn new(address: &str, connections: u32, map_files: bool, deadline: Duration) -> Result<Self, client::Error> {
+        let connect = |_| Ok(CacheClient::new(client::channel(address)?, deadline));
+        let connections: Vec<CacheClient> = (0..connections.max(1)).map(connect).collect::<Result<_, client::Error>>()?;
+        Ok(Self { connections: connections.into(), files: map_files.then(Arc::default) })
+    }
+
+    /// A client over the first of the connections.
+    pub fn client(&self) -> CacheClient {
+        self.connections[0].clone()
+    }
+
+    /// Fetches everything, handing news to `sink` until it returns false.
+    pub async fn load(
+        &self,
+        wanted: Wanted,
+        skips: oneshot::Receiver<Skips>,
+        mut sink: impl AsyncFnMut(Loaded) -> bool,
+    ) {
+        let open = wanted.chunks.iter().map(|chunk| Some(Open::new(chunk.tokens, &wanted.layout))).collect();
+        let mut fetch = Fetch {
+            loader: self,
+            wanted: &wanted,
+            open,
+            streams: SelectAll::new(),
+            handles: Vec::new(),
+            checks: Checks::default(),
+            skips: None,
+            again: Vec::new(),
+        };
+        let (reason, service_down) = match fetch.run(skips, &mut sink).await {
+            Ok(()) => ("store: the stream ended early".to_owned(), false),
+            Err(status) => {
+                let codes = [Code::Unavailable, Code::Unknown, Code::Cancelled, Code::DeadlineExceeded];
+                (format!("store: {}", status.message()), codes.contains(&status.code()))
+            }
+        };
+        for (chunk, state) in wanted.chunks.iter().zip(&fetch.open) {
+            let chunk = chunk.place;
+            if state.is_some() && !sink(Loaded::Failed { chunk, reason: reason.clone(), service_down }).await {
+                return;
+            }
         }
     }
 }
 
-/// A chunk of which something is still to come.
-struct Open {
-    /// Rows without which a layer is not whole.
-    needed: RowRanges,
-    partial: HashMap<u32, Partial>,
-    /// By layer, whether it has been handed on.
-    done: Vec<bool>,
-    /// Bytes that have come since the last news.
-    bytes: u64,
+/// One stream of chunks.
+struct Handle {
+    requests: mpsc::Sender<v1::GetChunksRequest>,
+    /// The chunks that it carries, in its order.
+    chunks: Vec<usize>,
 }
 
-/// A layer that is still arriving.
-struct Partial {
-    /// As the layer is stored; zeros where nothing has come.
-    bytes: Vec<u8>,
-    /// Rows that have come, by part.
-    rows: [RowRanges; 4],
+/// One request's chunks on their way.
+struct Fetch<'a> {
+    loader: &'a Loader,
+    wanted: &'a Wanted,
+    /// Those of which something is still to come.
+    open: Vec<Option<Open>>,
+    /// Frames, with the number of the stream that they come from.
+    streams: SelectAll<BoxStream<'static, (usize, Result<v1::Frame, Status>)>>,
+    handles: Vec<Handle>,
+    checks: Checks,
+    skips: Option<Skips>,
+    /// Chunks whose file cannot be used.
+    again: Vec<usize>,
 }
 
-async fn fetch(
-    cache: &CacheClient,
-    wanted: &Wanted,
-    mut skips: oneshot::Receiver<Skips>,
-    open: &mut [Option<Open>],
-    sink: &mut impl AsyncFnMut(Loaded) -> bool,
-) -> Result<(), tonic::Status> {
-    let want = v1::Want {
-        chunks: wanted.chunks.iter().map(|chunk| chunk.id.to_string()).collect(),
-        variant: wanted.variant.to_string(),
-        lease: wanted.lease.clone(),
-        ..v1::Want::default()
-    };
-    let (requests, mut frames) = cache.get_chunks(want).await?;
-    let mut listening = true;
-    while open.iter().any(Option::is_some) {
-        let frame = tokio::select! {
-            biased;
-            said = &mut skips, if listening => {
-                listening = false;
-                if let Ok(skips) = said {
-                    skip(&requests, wanted, &skips, open).await;
-                }
-                continue;
+impl Fetch<'_> {
+    async fn run(
+        &mut self,
+        mut skips: oneshot::Receiver<Skips>,
+        sink: &mut impl AsyncFnMut(Loaded) -> bool,
+    ) -> Result<(), Status> {
+        let mapped = self.loader.files.as_ref().is_some_and(|files| files.usable());
+        let (count, chunks) = (self.loader.connections.len(), self.wanted.chunks.len());
+        let share = |first: usize| (first..chunks).step_by(count).collect::<Vec<usize>>();
+        let shares = (0..count.min(chunks)).map(share).collect();
+        self.begin(shares, mapped, false).await?;
+        let (mut listening, mut flowing) = (true, true);
+        while self.open.iter().any(Option::is_some) {
+            self.checks.start(&self.open);
+            if !flowing && self.checks.idle() {
+                return Ok(());
             }
-            frame = frames.message() => frame?,
-        };
-        let Some(frame) = frame else { return Ok(()) };
-        let index = frame.chunk as usize;
-        let Some(Some(chunk)) = open.get_mut(index) else { continue };
-        let place = wanted.chunks[index].place;
-        let accepted = match frame.error.as_str() {
-            "" => accept(chunk, wanted.chunks[index].tokens, &wanted.layout, &frame),
-            error => Err(error.to_owned()),
-        };
-        let whole = match accepted {
-            Ok(whole) => whole,
-            Err(reason) => {
-                open[index] = None;
-                if !sink(Loaded::Failed { chunk: place, reason, service_down: false }).await {
+            let news = tokio::select! {
+                biased;
+                said = &mut skips, if listening => {
+                    listening = false;
+                    if let Ok(skips) = said {
+                        self.skips = Some(skips);
+                        self.skip(0..self.handles.len()).await;
+                    }
+                    continue;
+                }
+                Some(checked) = self.checks.next(), if !self.checks.idle() => {
+                    let news = self.take_checked(checked);
+                    self.ask_again().await?;
+                    // A stream may be new.
+                    flowing = true;
+                    news
+                }
+                frame = self.streams.next(), if flowing => match frame {
+                    Some((stream, frame)) => self.take_frame(stream, frame?),
+                    None => {
+                        flowing = false;
+                        Vec::new()
+                    }
+                },
+            };
+            for news in news {
+                if !sink(news).await {
                     return Ok(());
                 }
-                continue;
             }
+            self.ask_again().await?;
+        }
+        Ok(())
+    }
+
+    /// Opens a stream for each share of the chunks.
+    async fn begin(&mut self, shares: Vec<Vec<usize>>, mapped: bool, unmappable: bool) -> Result<(), Status> {
+        let open = |(chunks, client): (Vec<usize>, &CacheClient)| {
+            let id = |index: &usize| self.wanted.chunks.get(*index).map(|chunk| chunk.id.to_string());
+            let want = v1::Want {
+                chunks: chunks.iter().filter_map(id).collect(),
+                variant: self.wanted.variant.to_string(),
+                lease: self.wanted.lease.clone(),
+                mapped,
+                unmappable,
+                ..v1::Want::default()
+            };
+            let client = client.clone();
+            async move { Ok::<_, Status>((chunks, client.get_chunks(want).await?)) }
         };
-        let Some(whole) = whole else { continue };
-        let bytes = std::mem::take(&mut chunk.bytes);
+        let opened = future::try_join_all(shares.into_iter().zip(self.loader.connections.iter()).map(open)).await?;
+        let first = self.handles.len();
+        for (chunks, (requests, frames)) in opened {
+            let number = self.handles.len();
+            self.handles.push(Handle { requests, chunks });
+            self.streams.push(frames.map(move |frame| (number, frame)).boxed());
+        }
+        self.skip(first..self.handles.len()).await;
+        Ok(())
+    }
+
+    /// Asks for chunks whose file cannot be used once more, to be sent.
+    async fn ask_again(&mut self) -> Result<(), Status> {
+        let again = std::mem::take(&mut self.again);
+        if again.is_empty() { Ok(()) } else { self.begin(vec![again], false, true).await }
+    }
+
+    /// Asks these streams to leave rows out, and waits for them no more. A layer that is on its way comes whole.
+    async fn skip(&mut self, streams: std::ops::Range<usize>) {
+        let Some(skips) = &self.skips else { return };
+        for handle in self.handles.get(streams).unwrap_or(&[]) {
+            for (place, &index) in (0u32..).zip(&handle.chunks) {
+                let (Some(chunk), Some(Some(state))) = (self.wanted.chunks.get(index), self.open.get_mut(index)) else {
+                    continue;
+                };
+                let Some(rows) = skips.get(&chunk.place) else { continue };
+                state.needed = RowRanges::from_slots((0..chunk.tokens).filter(|&row| !rows.contains(row)));
+                let skip = v1::Skip { chunk: place, rows: convert::ranges(rows), from_layer: 0 };
+                let message = v1::GetChunksRequest { message: Some(Message::Skip(skip)) };
+                // A stream that is gone says so where it is read.
+                if handle.requests.send(message).await.is_err() {
+                    break;
+                }
+            }
+        }
+    }
+
+    /// What a frame brings.
+    fn take_frame(&mut self, stream: usize, frame: v1::Frame) -> Vec<Loaded> {
+        let place = self.handles.get(stream).and_then(|handle| handle.chunks.get(frame.chunk as usize));
+        let Some(&index) = place else { return Vec::new() };
+        let Some(wanted) = self.wanted.chunks.get(index) else { return Vec::new() };
+        let Some(Some(chunk)) = self.open.get_mut(index) else { return Vec::new() };
+        if let Some(mapping) = &frame.mapping {
+            if chunk.sent {
+                return Vec::new();
+            }
+            if let Err(reason) = self.checks.add(index, chunk, wanted.tokens, &self.wanted.layout, &frame, mapping) {
+                return self.fail(index, reason);
+            }
+            return Vec::new();
+        }
+        let accepted = match frame.error.as_str() {
+            "" => accept(chunk, wanted.tokens, &self.wanted.layout, &frame),
+            error => Err(error.to_owned()),
+        };
+        match accepted {
+            Ok(None) => Vec::new(),
+            Ok(Some(bytes)) => {
+                let source = convert::source(&frame.source).unwrap_or(Source::Object);
+                self.layer(index, frame.layer, bytes, source).into_iter().collect()
+            }
+            Err(reason) => self.fail(index, reason),
+        }
+    }
+
+    /// What checks of mapped layers bring.
+    fn take_checked(&mut self, checked: Vec<Checked>) -> Vec<Loaded> {
+        let mut news = Vec::new();
+        for Checked { chunk: index, layer, source, result } in checked {
+            let Some(Some(chunk)) = self.open.get_mut(index) else { continue };
+            match result {
+                Ok(bytes) => {
+                    let done = chunk.done.get_mut(layer as usize);
+                    if done.is_some_and(|done| !std::mem::replace(done, true)) {
+                        news.extend(self.layer(index, layer, bytes, source));
+                    }
+                }
+                Err(error) if !chunk.sent => {
+                    chunk.sent = true;
+                    let id = self.wanted.chunks.get(index).map(|chunk| chunk.id.short()).unwrap_or_default();
+                    if let Some(files) = &self.loader.files {
+                        files.note(&id, &error);
+                    }
+                    self.checks.drop_chunk(index);
+                    self.drop_from_streams(index);
+                    self.again.push(index);
+                }
+                Err(_) => {}
+            }
+        }
+        news
+    }
+
+    fn drop_from_streams(&self, index: usize) {
+        for handle in &self.handles {
+            let place = (0u32..).zip(&handle.chunks).find(|(_, chunk)| **chunk == index);
+            if let Some((chunk, _)) = place {
+                // Only saves work: what still comes is passed over.
+                let message = Some(Message::Drop(v1::Drop { chunk }));
+                drop(handle.requests.try_send(v1::GetChunksRequest { message }));
+            }
+        }
+    }
+
+    /// A layer that has come whole.
+    fn layer(&mut self, index: usize, layer: u32, bytes: Bytes, source: Source) -> Option<Loaded> {
+        let wanted = self.wanted.chunks.get(index)?;
+        let open = self.open.get_mut(index)?;
+        let chunk = open.as_mut()?;
+        let received = std::mem::take(&mut chunk.bytes);
         if chunk.done.iter().all(|&done| done) {
-            open[index] = None;
+            *open = None;
         }
-        let stored = StoredLayer { layout: wanted.layout, tokens: wanted.chunks[index].tokens, bytes: whole };
-        let source = convert::source(&frame.source).unwrap_or(Source::Object);
-        if !sink(Loaded::Layer { chunk: place, layer: frame.layer, stored, source, bytes }).await {
-            return Ok(());
-        }
+        let stored = StoredLayer { layout: self.wanted.layout, tokens: wanted.tokens, bytes };
+        Some(Loaded::Layer { chunk: wanted.place, layer, stored, source, bytes: received })
     }
-    Ok(())
-}
 
-/// Asks for rows to be left out, and waits for them no more. A layer that is on its way comes whole.
-async fn skip(
-    requests: &mpsc::Sender<v1::GetChunksRequest>,
-    wanted: &Wanted,
-    skips: &Skips,
-    open: &mut [Option<Open>],
-) {
-    for ((index, chunk), state) in (0u32..).zip(&wanted.chunks).zip(open) {
-        let (Some(state), Some(rows)) = (state, skips.get(&chunk.place)) else { continue };
-        let needed = RowRanges::from_slots((0..chunk.tokens).filter(|&row| !rows.contains(row)));
-        let skip = v1::Skip { chunk: index, rows: convert::ranges(rows), from_layer: 0 };
-        let message = v1::GetChunksRequest { message: Some(Message::Skip(skip)) };
-        // A stream that is gone says so where it is read.
-        if requests.send(message).await.is_err() {
-            return;
+    fn fail(&mut self, index: usize, reason: String) -> Vec<Loaded> {
+        if let Some(open) = self.open.get_mut(index) {
+            *open = None;
         }
-        state.needed = needed;
+        self.checks.drop_chunk(index);
+        let failed = |chunk: &WantedChunk| Loaded::Failed { chunk: chunk.place, reason, service_down: false };
+        self.wanted.chunks.get(index).map(failed).into_iter().collect()
     }
-}
-
-/// Adds a frame to its layer; returns the layer's bytes once every row that is needed has come.
-fn accept(chunk: &mut Open, tokens: u32, layout: &KvLayout, frame: &v1::Frame) -> Result<Option<Bytes>, String> {
-    let misfit = || format!("foreign: a frame of {} rows and {} bytes does not fit", frame.rows, frame.data.len());
-    let part = convert::part(frame).map_err(|error| format!("foreign: {error}"))?;
-    let row_bytes = layout.row_bytes(part);
-    let place = layout.part_range(part, tokens);
-    let end = frame.first_row.checked_add(frame.rows).ok_or_else(misfit)?;
-    let rows = match frame.gathered.as_slice() {
-        [] => RowRanges::from_range(frame.first_row..end),
-        gathered => convert::rows(gathered).map_err(|error| format!("foreign: {error}"))?,
-    };
-    let inside = rows.ranges().last().is_none_or(|last| last.end as usize * row_bytes <= place.len());
-    let counts = rows.len() == frame.rows as usize && frame.data.len() == rows.len() * row_bytes;
-    let Some(done) = chunk.done.get_mut(frame.layer as usize).filter(|_| inside && counts) else {
-        return Err(misfit());
-    };
-    if !intact(frame) {
-        return Err(format!("damaged: layer {} arrived with a wrong checksum", frame.layer));
-    }
-    chunk.bytes += frame.data.len() as u64;
-    if *done {
-        // Skipped rows of a layer that was on its way.
-        return Ok(None);
-    }
-    let layer = chunk
-        .partial
-        .entry(frame.layer)
-        .or_insert_with(|| Partial { bytes: vec![0; layout.layer_bytes(tokens)], rows: Default::default() });
-    let mut data = frame.data.as_ref();
-    for range in rows.ranges() {
-        let (piece, rest) = data.split_at(range.len() * row_bytes);
-        let first = place.start + range.start as usize * row_bytes;
-        layer.bytes[first..first + piece.len()].copy_from_slice(piece);
-        data = rest;
-    }
-    layer.rows[part.index()] = layer.rows[part.index()].union(&rows);
-    let needed = chunk.needed.len();
-    let whole = |part: &Part| {
-        let rows = &layer.rows[part.index()];
-        if part.by_token() {
-            rows.intersection(&chunk.needed).len() == needed
-        } else {
-            needed == 0 || rows.len() == part.rows(tokens) as usize
-        }
-    };
-    if layout.parts().iter().all(whole) {
-        *done = true;
-        return Ok(chunk.partial.remove(&frame.layer).map(|layer| Bytes::from(layer.bytes)));
-    }
-    Ok(None)
 }

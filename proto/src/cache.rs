@@ -84,10 +84,22 @@ impl CacheClient {
 
     /// Stores a chunk object as [`kvsplice_kv::object::write`] makes it. False when it was there already.
     pub async fn put_chunk(&self, chunk: ChunkId, variant: Variant, object: Bytes) -> Result<bool, Status> {
+        self.put_computed_chunk(chunk, variant, object, 0.0).await
+    }
+
+    /// Like [`CacheClient::put_chunk`], and says how many microseconds a token computing it took; 0 for unknown.
+    pub async fn put_computed_chunk(
+        &self,
+        chunk: ChunkId,
+        variant: Variant,
+        object: Bytes,
+        encode_us_per_token: f64,
+    ) -> Result<bool, Status> {
         let start = PutMessage::Start(v1::PutChunkStart {
             chunk: chunk.to_string(),
             variant: variant.to_string(),
             size: object.len() as u64,
+            encode_us_per_token,
         });
         let pieces = (0..object.len()).step_by(FRAME_BYTES).map(move |first| {
             let end = object.len().min(first + FRAME_BYTES);

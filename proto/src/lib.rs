@@ -1,13 +1,14 @@
 //! The wire: generated messages and services, their conversion to domain types, one way to serve, and clients.
 //!
 //! Invariant: input from the network is checked once, in [`convert`]; behind it only domain types travel.
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 pub mod cache;
 pub mod client;
 pub mod context;
 pub mod convert;
 mod layers;
+pub mod mmap;
 pub mod server;
 
 /// Generated from `proto/kvsplice/v1/*.proto`.

@@ -27,15 +27,15 @@ const BLOCK_BYTES: u64 = 4096;
 pub(super) struct Folder(PathBuf);
 
 /// A whole object as it was found.
-pub(super) struct Found {
+pub(crate) struct Found {
     pub(super) key: ObjectKey,
-    pub(super) header: Header,
+    pub(crate) header: Header,
     pub(super) written: SystemTime,
 }
 
 /// Why a file is not a whole object of this name.
 #[derive(Debug)]
-pub(super) enum Fault {
+pub(crate) enum Fault {
     Io(io::Error),
     Object(object::Error),
 }
@@ -130,26 +130,7 @@ impl Folder {
 
     /// Reads the header of a whole object and checks it against its name and size. The layers are not read.
     pub(super) fn check(&self, key: &ObjectKey) -> Result<Found, Fault> {
-        let mut file = File::open(self.whole(key))?;
-        let meta = file.metadata()?;
-        let mut start = Vec::new();
-        Read::by_ref(&mut file).take(FIRST_READ_BYTES as u64).read_to_end(&mut start)?;
-        let header = match Header::parse(&start) {
-            Err(object::Error::Truncated { need, .. }) if need > start.len() => {
-                file.take((need - start.len()) as u64).read_to_end(&mut start)?;
-                Header::parse(&start)?
-            }
-            other => other?,
-        };
-        header.check_id(key.chunk)?;
-        header.check_variant(key.variant)?;
-        let need = header.object_bytes();
-        if meta.len() != need as u64 {
-            return Err(
-                object::Error::Truncated { got: usize::try_from(meta.len()).unwrap_or(usize::MAX), need }.into()
-            );
-        }
-        Ok(Found { key: *key, header, written: meta.modified()? })
+        check_file(File::open(self.whole(key))?, key)
     }
 
     /// Reads a range of an object, whole or not.
@@ -199,6 +180,27 @@ impl Folder {
         }
         Ok(())
     }
+}
+
+/// Reads the header of a whole object and checks it against its key and size. The layers are not read.
+pub(crate) fn check_file(mut file: File, key: &ObjectKey) -> Result<Found, Fault> {
+    let meta = file.metadata()?;
+    let mut start = Vec::new();
+    Read::by_ref(&mut file).take(FIRST_READ_BYTES as u64).read_to_end(&mut start)?;
+    let header = match Header::parse(&start) {
+        Err(object::Error::Truncated { need, .. }) if need > start.len() => {
+            file.take((need - start.len()) as u64).read_to_end(&mut start)?;
+            Header::parse(&start)?
+        }
+        other => other?,
+    };
+    header.check_id(key.chunk)?;
+    header.check_variant(key.variant)?;
+    let need = header.object_bytes();
+    if meta.len() != need as u64 {
+        return Err(object::Error::Truncated { got: usize::try_from(meta.len()).unwrap_or(usize::MAX), need }.into());
+    }
+    Ok(Found { key: *key, header, written: meta.modified()? })
 }
 
 fn file_name(key: &ObjectKey) -> String {

@@ -9,7 +9,7 @@ mod folder;
 
 use std::fs::File;
 use std::io::ErrorKind;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -21,6 +21,7 @@ use tokio::sync::Semaphore;
 use tracing::warn;
 
 use self::files::reason;
+pub(crate) use self::folder::check_file;
 use self::folder::{Fault, Folder, Found};
 use crate::Config;
 use crate::eviction::Book;
@@ -110,7 +111,8 @@ impl Disk {
         if config.disk_bytes == 0 {
             return Self(None);
         }
-        let folder = Folder::new(config.disk_dir.clone());
+        // Absolute: other programs open its files.
+        let folder = Folder::new(std::path::absolute(&config.disk_dir).unwrap_or_else(|_| config.disk_dir.clone()));
         let lock = match folder.lock() {
             Ok(Some(lock)) => Some(lock),
             Ok(None) => {
@@ -189,6 +191,18 @@ impl Disk {
             }
         };
         tokio::task::spawn_blocking(read).await.ok().flatten()
+    }
+
+    /// Whether the tier is on.
+    pub(crate) fn is_on(&self) -> bool {
+        self.0.is_some()
+    }
+
+    /// Where an object lies that is whole here.
+    pub(crate) fn path(&self, key: &ObjectKey) -> Option<PathBuf> {
+        let shared = &self.0.as_ref()?.shared;
+        hold(&shared.index).book.get(key).filter(|entry| entry.partial.is_none())?;
+        Some(shared.folder.whole(key))
     }
 
     /// The bytes of layer `first`, and of as many of the `count` layers from it on as are here. Not verified.
@@ -300,7 +314,7 @@ impl Index {
 }
 
 /// Where the tier lies unless the settings say otherwise.
-pub(crate) fn default_folder(home: &Path) -> std::path::PathBuf {
+pub(crate) fn default_folder(home: &Path) -> PathBuf {
     home.join("disk")
 }
 

@@ -182,6 +182,7 @@ async fn hostile_objects_are_refused_by_name_before_they_are_sent_whole() {
         chunk: good.id.to_string(),
         variant: Variant::clean(Encoding::Bf16).to_string(),
         size: 10_000_000_000,
+        encode_us_per_token: 0.0,
     };
     use kvsplice_proto::v1::put_chunk_request::Message;
     for message in [Message::Start(start), Message::Data(good.object.clone())] {

@@ -72,6 +72,7 @@ impl v1::cache_server::Cache for Cache {
                         source: "object".to_owned(),
                         error: String::new(),
                         gathered: Vec::new(),
+                        mapping: None,
                     });
                 }
             }

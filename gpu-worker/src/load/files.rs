@@ -1,0 +1,179 @@
+//! Layers that lie in files of this host: mapped once a chunk, and each layer checked, off the async threads, before it is
+//! handed on. Lower layers first, whatever the chunk.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use futures::StreamExt;
+use futures::stream::FuturesOrdered;
+use kvsplice_kv::KvLayout;
+use kvsplice_kv::receipt::Source;
+use kvsplice_proto::mmap::{self, Error};
+use kvsplice_proto::{convert, v1};
+use tokio::task::JoinHandle;
+use tracing::{info, warn};
+
+use super::partial::Open;
+
+/// After a file could not be opened, none is asked for during this time.
+const PAUSE: Duration = Duration::from_secs(60);
+/// Checks under way at once, a request.
+const CHECKS: usize = 2;
+/// Bytes of one check, unless a layer is larger.
+const CHECK_BYTES: usize = 4 << 20;
+
+/// Whether files that the cache service names can be opened here.
+#[derive(Debug, Default)]
+pub(super) struct Files {
+    paused_until: Mutex<Option<Instant>>,
+}
+
+impl Files {
+    fn paused_until(&self) -> std::sync::MutexGuard<'_, Option<Instant>> {
+        // A panic while the lock was held cannot leave a time that matters.
+        self.paused_until.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether to ask for files.
+    pub(super) fn usable(&self) -> bool {
+        self.paused_until().is_none_or(|until| until <= Instant::now())
+    }
+
+    /// Notes that a file could not be used. The cache service counts it when the chunk is asked for again.
+    pub(super) fn note(&self, chunk: &str, error: &Error) {
+        if matches!(error, Error::Damaged { .. } | Error::Outside { .. }) {
+            warn!(chunk, %error, "a mapped chunk is not as it was written; it is asked for again");
+            return;
+        }
+        let first = self.paused_until().replace(Instant::now() + PAUSE).is_none();
+        if first {
+            info!(chunk, %error, "files of the cache service cannot be mapped here; chunks come over the wire");
+        }
+    }
+}
+
+/// A file that is mapped when it is first looked at.
+struct Mapped {
+    mapping: v1::Mapping,
+    bytes: OnceLock<Result<Bytes, ()>>,
+}
+
+impl Mapped {
+    fn layer(&self, range: Range<usize>, crc32c: u32) -> Result<Bytes, Error> {
+        let mut error = None;
+        let bytes = self.bytes.get_or_init(|| mmap::map(&self.mapping).map_err(|failed| error = Some(failed)));
+        match (bytes, error) {
+            (Ok(bytes), _) => mmap::layer(bytes, &self.mapping, range, crc32c),
+            (Err(()), Some(error)) => Err(error),
+            // It failed for another layer, which said why.
+            (Err(()), None) => Err(Error::OtherFile { path: self.mapping.path.clone() }),
+        }
+    }
+}
+
+/// One layer to check.
+struct Check {
+    file: Arc<Mapped>,
+    range: Range<usize>,
+    crc32c: u32,
+    source: Source,
+}
+
+/// One layer that has been checked.
+pub(super) struct Checked {
+    pub(super) chunk: usize,
+    pub(super) layer: u32,
+    pub(super) source: Source,
+    pub(super) result: Result<Bytes, Error>,
+}
+
+/// The mapped layers of one request.
+#[derive(Default)]
+pub(super) struct Checks {
+    files: BTreeMap<usize, Arc<Mapped>>,
+    /// By layer and chunk.
+    waiting: BTreeMap<(u32, usize), Check>,
+    running: FuturesOrdered<JoinHandle<Vec<Checked>>>,
+}
+
+impl Checks {
+    /// Queues the layers of chunk `index` that `frame` names.
+    pub(super) fn add(
+        &mut self,
+        index: usize,
+        chunk: &Open,
+        tokens: u32,
+        layout: &KvLayout,
+        frame: &v1::Frame,
+        mapping: &v1::Mapping,
+    ) -> Result<(), String> {
+        let last = (frame.layer as usize).saturating_add(mapping.layer_crc32c.len());
+        if mapping.size != layout.object_bytes(tokens) as u64
+            || mapping.header_bytes as usize != layout.header_bytes()
+            || last > layout.layers as usize
+        {
+            return Err(format!("foreign: a file of {} bytes and {last} layers does not fit", mapping.size));
+        }
+        let fresh = || Arc::new(Mapped { mapping: mapping.clone(), bytes: OnceLock::new() });
+        let file = self.files.entry(index).or_insert_with(fresh);
+        if (file.mapping.inode, file.mapping.modified_ns) != (mapping.inode, mapping.modified_ns) {
+            *file = fresh();
+        }
+        let source = convert::source(&frame.source).unwrap_or(Source::Object);
+        for (layer, &crc32c) in (frame.layer..).zip(&mapping.layer_crc32c) {
+            if chunk.done.get(layer as usize) == Some(&false) {
+                let range = layout.layer_range(layer, tokens);
+                self.waiting.insert((layer, index), Check { file: file.clone(), range, crc32c, source });
+            }
+        }
+        Ok(())
+    }
+
+    /// Starts checks, lowest layer first, as many as may be under way.
+    pub(super) fn start(&mut self, open: &[Option<Open>]) {
+        while self.running.len() < CHECKS && !self.waiting.is_empty() {
+            let (mut batch, mut bytes) = (Vec::new(), 0);
+            while let Some(entry) = self.waiting.first_entry() {
+                let (next, first) = (entry.get().range.len(), batch.is_empty());
+                if !first && bytes + next > CHECK_BYTES {
+                    break;
+                }
+                bytes += next;
+                let ((layer, chunk), check) = entry.remove_entry();
+                let Some(Some(state)) = open.get(chunk) else { continue };
+                // Of a chunk whose rows are all computed nothing is looked at.
+                batch.push((layer, chunk, check, state.needed.is_empty()));
+            }
+            if batch.is_empty() {
+                return;
+            }
+            self.running.push_back(tokio::task::spawn_blocking(move || batch.into_iter().map(check).collect()));
+        }
+    }
+
+    /// Whether nothing is waiting or under way.
+    pub(super) fn idle(&self) -> bool {
+        self.waiting.is_empty() && self.running.is_empty()
+    }
+
+    /// What was checked next, in the order in which it was started.
+    pub(super) async fn next(&mut self) -> Option<Vec<Checked>> {
+        // A check that has panicked brings nothing; its layers then end with the stream.
+        self.running.next().await.map(Result::unwrap_or_default)
+    }
+
+    /// Forgets a chunk.
+    pub(super) fn drop_chunk(&mut self, index: usize) {
+        self.files.remove(&index);
+        self.waiting.retain(|(_, chunk), _| *chunk != index);
+    }
+}
+
+fn check((layer, chunk, check, unread): (u32, usize, Check, bool)) -> Checked {
+    let Check { file, range, crc32c, source } = check;
+    let result = if unread { Ok(vec![0; range.len()].into()) } else { file.layer(range, crc32c) };
+    Checked { chunk, layer, source, result }
+}
