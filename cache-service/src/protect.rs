@@ -120,7 +120,8 @@ impl Protection {
     pub(crate) fn covers(&self, chunk: &ChunkId) -> bool {
         let now = Instant::now();
         let state = self.read();
-        state.pinned.contains(chunk) || state.leased.get(chunk).is_some_and(|leases| leases.values().any(|ends| *ends > now))
+        state.pinned.contains(chunk)
+            || state.leased.get(chunk).is_some_and(|leases| leases.values().any(|ends| *ends > now))
     }
 
     /// Whether `chunk` is pinned.

@@ -27,7 +27,7 @@ pub use client::{Answer, Answering, Client, Crowd, worker_status};
 pub use disk::{SmallDisk, file_bytes, on_a_small_disk};
 pub use gate::Gate;
 pub use process::Process;
-pub use prompt::{article, characters, greedy, inline, options, raw, request, specification, words};
+pub use prompt::{article, characters, greedy, inline, options, raw, request, specification, strategy, words};
 pub use reference::{EXACT, Reference, Verdict};
 pub use store::FaultyStore;
 pub use storm::{Fault, StormStore};

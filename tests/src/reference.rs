@@ -13,7 +13,7 @@ use kvsplice_proto::v1::prefill_request::Message;
 use kvsplice_proto::v1::worker_client::WorkerClient;
 use kvsplice_proto::{client, v1};
 
-use crate::{Answer, CacheService, Client, FaultyStore, Pair, greedy, inline, options, request, specification, worker_status};
+use crate::{Answer, CacheService, Client, FaultyStore, Pair, greedy, inline, request, strategy, worker_status};
 
 /// Tiny models whose KV is stored as it was computed.
 pub const EXACT: [&str; 9] = [
@@ -80,7 +80,11 @@ impl Reference {
             ensure!(as_asked || !chunk.reason.is_empty(), "no reason for {chunk:?}");
         }
         let asked = spec.split(':').next().unwrap_or_default();
-        ensure!(receipt.effective == asked || !receipt.effective_reason.is_empty(), "no reason for {}", receipt.effective);
+        ensure!(
+            receipt.effective == asked || !receipt.effective_reason.is_empty(),
+            "no reason for {}",
+            receipt.effective
+        );
 
         let spec = if receipt.effective == "full" { "full" } else { spec };
         let is_fresh = |(_, source): &(&String, &&str)| spec != "full" && **source == "fresh";
@@ -165,7 +169,8 @@ impl Reference {
         };
         let ranges = answer.dump.rows.iter().map(|&row| v1::Range { first: row, end: row + 1 }).collect();
         let rows = v1::Rows { ranges, complete_below: ids.len() as u32 };
-        let messages = [Message::Start(start), Message::Rows(rows)].map(|message| v1::PrefillRequest { message: Some(message) });
+        let messages =
+            [Message::Start(start), Message::Rows(rows)].map(|message| v1::PrefillRequest { message: Some(message) });
         self.client.run(async {
             let mut worker = WorkerClient::new(client::channel(self.pair.worker.address())?);
             let mut events = worker.prefill(tokio_stream::iter(messages)).await?.into_inner();
@@ -180,12 +185,4 @@ impl Reference {
             Ok(tokens)
         })
     }
-}
-
-/// Options of a specification; nothing is kept from one prompt to the next.
-fn strategy(spec: &str) -> v1::Options {
-    if spec == "full" {
-        return options("full", 0.0);
-    }
-    v1::Options { prefix_cache: Some(false), ..specification(spec) }
 }

@@ -4,7 +4,6 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
-use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
 use kvsplice_tests::{SmallDisk, article, on_a_small_disk, program};
@@ -49,11 +48,10 @@ fn refuse(stream: TcpStream, status: &str, code: &str) -> Option<()> {
     }
 }
 
-/// Runs the program with an S3 server and credentials in its environment, and a data folder of its own.
-fn run(arguments: &[&str], home: &Path, endpoint: &str) -> Output {
+/// Runs the program with an S3 server and credentials in its environment.
+fn run(arguments: &[&str], endpoint: &str) -> Output {
     Command::new(program().unwrap())
         .args(arguments)
-        .env("KVSPLICE_HOME", home)
         .env("AWS_ENDPOINT_URL", format!("http://{endpoint}"))
         .env("AWS_ALLOW_HTTP", "true")
         .env("AWS_REGION", "us-east-1")
@@ -78,10 +76,8 @@ fn assert_fails(output: &Output, code: i32, parts: &[&str]) {
 
 /// Every command that opens a store, on `store`.
 fn assert_all_fail(store: &str, endpoint: &str, code: i32, parts: &[&str]) {
-    let home = tempfile::tempdir().unwrap();
-    let models = kvsplice_tests::home().unwrap().join("models");
-    std::os::unix::fs::symlink(models, home.path().join("models")).unwrap();
-    let documents = home.path().join("a.jsonl");
+    let folder = tempfile::tempdir().unwrap();
+    let documents = folder.path().join("a.jsonl");
     std::fs::write(&documents, "{\"text\":\"A passage.\"}\n").unwrap();
     let document = article("eel-pie.md");
     let tiny = ["--shape", "tiny", "--random-weights", "--object-store", store, "--set", "cache.store_timeout_s=5"];
@@ -95,7 +91,7 @@ fn assert_all_fail(store: &str, endpoint: &str, code: i32, parts: &[&str]) {
     ];
     for command in commands {
         println!("{}", command.join(" "));
-        assert_fails(&run(command, home.path(), endpoint), code, parts);
+        assert_fails(&run(command, endpoint), code, parts);
     }
 }
 
@@ -116,10 +112,9 @@ fn a_server_that_is_not_there_is_named_in_time() {
     // Bound, so that nobody else has it, and never answered.
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let endpoint = silent.local_addr().unwrap().to_string();
-    let home = tempfile::tempdir().unwrap();
     let start = std::time::Instant::now();
     let command = ["cache", "--listen", "127.0.0.1:0", "--log", "off", "--object-store", "s3://chunks", "--set"];
-    let output = run(&[&command[..], &["cache.store_timeout_s=2"]].concat(), home.path(), &endpoint);
+    let output = run(&[&command[..], &["cache.store_timeout_s=2"]].concat(), &endpoint);
     assert_fails(&output, UNAVAILABLE, &["s3://chunks", "reachable"]);
     assert!(start.elapsed() < std::time::Duration::from_secs(20), "{:?}", start.elapsed());
 }

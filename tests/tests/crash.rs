@@ -2,12 +2,14 @@
 //! leaks, and after a restart everything is as before.
 #![allow(missing_docs)]
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
+use kvsplice_kv::object::Header;
 use kvsplice_proto::v1;
 use kvsplice_tests::{
-    Answer, Client, Cluster, Crowd, EXACT, Pair, Process, Reference, Verdict, cache_stats, inline, request,
-    specification, wait_idle, wait_serving, wait_until, words,
+    Answer, Client, Cluster, Crowd, EXACT, Pair, Process, Reference, Verdict, cache_stats, inline, request, strategy,
+    wait_idle, wait_serving, wait_until, words,
 };
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -43,10 +45,7 @@ fn cases(count: usize, seed: u64) -> Vec<Case> {
 }
 
 fn asked(case: &Case, store: bool) -> v1::GenerateRequest {
-    // No beginning is kept, so that each prompt is computed; `full` keeps none.
-    let prefix_cache = (case.spec != "full").then_some(false);
-    let options = v1::Options { prefix_cache, ..specification(case.spec) };
-    request(inline(&case.chunks, QUESTION, store), options, OUTPUT)
+    request(inline(&case.chunks, QUESTION, store), strategy(case.spec), OUTPUT)
 }
 
 /// Stores what the cases need, and begins all of them at once.
@@ -113,11 +112,79 @@ fn a_killed_cache_service_leaves_every_stream_right() {
     assert!(cluster.worker.is_running().unwrap() && cluster.head.is_running().unwrap());
 }
 
-/// A status that says what to do, to one who can ask again.
+/// A status that says who is gone, to one who can ask again.
 #[track_caller]
-fn assert_clear(status: &Status) {
+fn assert_clear(status: &Status, who: &str) {
     assert_eq!(status.code(), Code::Unavailable, "{status:?}");
-    assert!(status.message().contains("worker"), "{status:?}");
+    assert!(status.message().contains(who), "{status:?}");
+}
+
+/// Chunk objects of a store, each checked whole, and files that no object is.
+fn check_objects(store: &Path) -> (usize, usize) {
+    let (mut objects, mut others) = (0, 0);
+    for chunk in std::fs::read_dir(store.join("kv")).into_iter().flatten().flatten() {
+        for file in std::fs::read_dir(chunk.path()).into_iter().flatten().flatten() {
+            if file.file_name() != "f32-clean-1" {
+                others += 1;
+                continue;
+            }
+            let bytes = std::fs::read(file.path()).unwrap();
+            let header = Header::parse(&bytes).unwrap_or_else(|error| panic!("{}: {error}", file.path().display()));
+            assert_eq!(bytes.len(), header.object_bytes(), "{}", file.path().display());
+            for layer in 0..header.layout.layers {
+                header.verify_layer(layer, &bytes[header.layer_range(layer)]).unwrap();
+            }
+            objects += 1;
+        }
+    }
+    (objects, others)
+}
+
+#[test]
+fn a_cache_service_killed_while_it_writes_leaves_whole_objects() {
+    let mut cluster = Cluster::start(&EXACT).unwrap();
+    let client = Client::connect(cluster.server()).unwrap();
+    let mut reference = Reference::start().unwrap();
+    let object_store = format!("file://{}", cluster.store().display());
+    let settings = [&["--object-store", object_store.as_str()], &EXACT[..]].concat();
+    for round in 0..3 {
+        let case = |place: usize| {
+            let chunks = (0..3).map(|chunk| words(3000 * round + 120 * place + 40 * chunk, 40)).collect();
+            Case { chunks, spec: ["clip:0.3", "direct"][place % 2] }
+        };
+        let cases: Vec<Case> = (0..20).map(case).collect();
+        let (before, _) = check_objects(&cluster.store());
+        let crowd = client.begin_each(cases.iter().map(|case| asked(case, true)).collect(), DEADLINE);
+        wait_until("some objects", DEADLINE, || {
+            Ok((check_objects(&cluster.store()).0 >= before + 10 + 15 * round).then_some(()))
+        })
+        .unwrap();
+        let address = cluster.cache.address().to_owned();
+        cluster.cache.kill().unwrap();
+        let (mut answered, mut refused) = (0, 0);
+        for (case, answer) in cases.iter().zip(crowd.finish()) {
+            match answer {
+                Ok(answer) => {
+                    judge(&mut reference, case, &answer);
+                    answered += 1;
+                }
+                Err(status) => {
+                    // The head's own call, or that of the worker, which encodes and stores.
+                    let who = if status.message().contains("worker") { "worker" } else { "cache service" };
+                    assert_clear(&status, who);
+                    refused += 1;
+                }
+            }
+        }
+        let (objects, others) = check_objects(&cluster.store());
+        println!("killed with {objects} objects: {answered} answered, {refused} refused, {others} unfinished files");
+        cluster.cache = Process::start_at("cache", &address, &settings, cluster.folder()).unwrap();
+        wait_serving(&cluster.cache).unwrap();
+        store(&client, &cases);
+        assert_as_before(&client, &mut reference, &cases);
+        wait_idle(cluster.worker.address(), cluster.cache.address(), RELEASED).unwrap();
+        check_objects(&cluster.store());
+    }
 }
 
 #[test]
@@ -127,7 +194,8 @@ fn a_killed_worker_ends_its_own_streams_and_no_others() {
     let mut cluster = Cluster::start(&EXACT).unwrap();
     // Another worker, with a head of its own, on the same cache service.
     let other = Pair::start(cluster.cache.address(), &EXACT).unwrap();
-    let (client, untouched) = (Client::connect(cluster.server()).unwrap(), Client::connect(other.head.address()).unwrap());
+    let (client, untouched) =
+        (Client::connect(cluster.server()).unwrap(), Client::connect(other.head.address()).unwrap());
     let mut reference = Reference::start().unwrap();
     let cases = cases(STREAMS, seed);
     store(&client, &cases);
@@ -151,7 +219,7 @@ fn a_killed_worker_ends_its_own_streams_and_no_others() {
                     ended += 1;
                 }
                 Err(status) => {
-                    assert_clear(&status);
+                    assert_clear(&status, "worker");
                     failed += 1;
                 }
             }
@@ -167,7 +235,7 @@ fn a_killed_worker_ends_its_own_streams_and_no_others() {
         // Refused at once, not in the end.
         let start = Instant::now();
         for answer in begin(&client, &cases[..5]).finish() {
-            assert_clear(&answer.unwrap_err());
+            assert_clear(&answer.unwrap_err(), "worker");
         }
         assert!(start.elapsed() < NOTICED, "{:?}", start.elapsed());
         cluster.worker = Process::start_at("worker", &address, &settings, cluster.folder()).unwrap();

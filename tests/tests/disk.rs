@@ -12,10 +12,10 @@ use kvsplice_cache_service::{Config, Eviction};
 use kvsplice_proto::v1;
 use kvsplice_tests::{
     CacheService, Client, EXACT, FaultyStore, Pair, Process, Reference, SmallDisk, Verdict, cache_stats, file_bytes,
-    inline, on_a_small_disk, request, run, run_ok, specification, wait_idle, wait_serving, wait_until, watch, words,
+    inline, on_a_small_disk, request, run, run_ok, strategy, wait_idle, wait_serving, wait_until, watch, words,
 };
-use rand::seq::SliceRandom;
 use rand::SeedableRng;
+use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
 
 const QUESTION: &str = "Who built it, and when?";
@@ -23,7 +23,7 @@ const ANY_PORT: &str = "127.0.0.1:0";
 const STRATEGIES: [&str; 3] = ["clip:0.3", "direct", "guided:0.3"];
 
 fn asked(chunks: &[String], spec: &str, store: bool) -> v1::GenerateRequest {
-    let options = v1::Options { prefix_cache: Some(false), ..specification(spec) };
+    let options = strategy(spec);
     request(inline(chunks, QUESTION, store), options, 4)
 }
 
@@ -111,7 +111,10 @@ fn the_cap_of_the_disk_tier_holds_at_every_look() {
             streamed.unwrap();
         });
         let (most, looks) = (most.into_inner(), looks.into_inner());
-        println!("{eviction:?}: at most {most} of {cap} bytes in {looks} looks, {} evicted", system.lookups("disk/evicted"));
+        println!(
+            "{eviction:?}: at most {most} of {cap} bytes in {looks} looks, {} evicted",
+            system.lookups("disk/evicted")
+        );
         assert!(most <= cap + cap / 100, "{most} of {cap} bytes");
         assert!(most >= cap / 2 && looks > 100, "the tier was not at its cap, or nobody looked");
         assert!(system.lookups("disk/evicted") > 0 && system.lookups("hit/disk") > 0);
@@ -121,11 +124,14 @@ fn the_cap_of_the_disk_tier_holds_at_every_look() {
 
 #[test]
 fn a_disk_tier_on_a_full_disk_is_counted_and_the_answers_stay_right() {
-    let folder = match on_a_small_disk("a_disk_tier_on_a_full_disk_is_counted_and_the_answers_stay_right", 1024).unwrap() {
-        SmallDisk::Here(folder) => folder,
-        SmallDisk::Passed => return,
-        SmallDisk::NotTried => return println!("not tried: this system lets nobody mount a small disk (unshare --user --mount)"),
-    };
+    let folder =
+        match on_a_small_disk("a_disk_tier_on_a_full_disk_is_counted_and_the_answers_stay_right", 1024).unwrap() {
+            SmallDisk::Here(folder) => folder,
+            SmallDisk::Passed => return,
+            SmallDisk::NotTried => {
+                return println!("not tried: this system lets nobody mount a small disk (unshare --user --mount)");
+            }
+        };
     // The setting allows far more than the disk has.
     let mut system = System::start(&folder, 1 << 30, Eviction::Lru);
     let mut random = ChaCha8Rng::seed_from_u64(52);
@@ -151,7 +157,9 @@ fn an_object_store_on_a_full_disk_refuses_what_is_new_and_serves_what_it_has() {
     let disk = match on_a_small_disk(name, 4096).unwrap() {
         SmallDisk::Here(folder) => folder,
         SmallDisk::Passed => return,
-        SmallDisk::NotTried => return println!("not tried: this system lets nobody mount a small disk (unshare --user --mount)"),
+        SmallDisk::NotTried => {
+            return println!("not tried: this system lets nobody mount a small disk (unshare --user --mount)");
+        }
     };
     let folder = tempfile::tempdir().unwrap();
     let store = format!("file://{}", disk.join("store").display());

@@ -3,7 +3,7 @@
 #![allow(missing_docs)]
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvsplice_cache_service::Config;
 use kvsplice_kv::object::Header;
@@ -11,10 +11,10 @@ use kvsplice_kv::{ChunkId, ChunkKey, Encoding, Variant};
 use kvsplice_proto::v1;
 use kvsplice_tests::{
     Answer, CacheService, Client, EXACT, FaultyStore, Gate, Pair, Reference, Verdict, cache_stats, delete_chunks,
-    find_chunks, inline, request, specification, wait_idle, wait_until, words, worker_status,
+    find_chunks, inline, request, strategy, wait_idle, wait_until, words, worker_status,
 };
+use object_store::ObjectStoreExt;
 use object_store::path::Path;
-use object_store::{ObjectStore, ObjectStoreExt};
 use tempfile::TempDir;
 
 const QUESTION: &str = "Who built it, and when?";
@@ -37,10 +37,14 @@ struct System {
 
 impl System {
     fn start(config: Config) -> Self {
+        Self::start_with(config, &[])
+    }
+
+    fn start_with(config: Config, settings: &[&str]) -> Self {
         let store = Arc::new(FaultyStore::default());
         let cache = CacheService::start_with(store.clone(), config, "127.0.0.1:0").unwrap();
         let gate = Gate::start(cache.address()).unwrap();
-        let pair = Pair::start_through(cache.address(), gate.address(), &EXACT).unwrap();
+        let pair = Pair::start_through(cache.address(), gate.address(), &[&EXACT[..], settings].concat()).unwrap();
         let client = Client::connect(pair.head.address()).unwrap();
         let reference = Reference::start().unwrap();
         let chunks: Vec<String> = (0..6).map(|place| words(place * 60, 25 + 4 * place)).collect();
@@ -98,10 +102,6 @@ impl System {
     }
 }
 
-fn strategy(spec: &str) -> v1::Options {
-    v1::Options { prefix_cache: Some(false), ..specification(spec) }
-}
-
 /// Memory and a disk tier that hold everything.
 fn tiers(folder: &TempDir) -> Config {
     Config { memory_bytes: 64 << 20, disk_bytes: 64 << 20, disk_dir: folder.path().to_owned(), ..Config::default() }
@@ -145,7 +145,8 @@ fn a_chunk_that_leaves_the_tiers_between_plan_and_load_is_read_from_the_store() 
     for place in 0..system.ids.len() {
         let id = system.ids[place];
         let answer = system.ask(spec, |system| {
-            let object = system.client.run(async { system.store.get(&System::path(&id)).await?.bytes().await }).unwrap();
+            let object =
+                system.client.run(async { system.store.get(&System::path(&id)).await?.bytes().await }).unwrap();
             delete_chunks(system.cache.address(), &[id]).unwrap();
             system.client.run(system.store.put(&System::path(&id), object.into())).unwrap();
         });
@@ -164,7 +165,8 @@ fn a_chunk_that_is_lost_in_the_middle_of_the_load_is_encoded_anew() {
     for spec in STRATEGIES {
         for place in 0..system.ids.len() {
             let id = system.ids[place];
-            let object = system.client.run(async { system.store.get(&System::path(&id)).await?.bytes().await }).unwrap();
+            let object =
+                system.client.run(async { system.store.get(&System::path(&id)).await?.bytes().await }).unwrap();
             let header = Header::parse(&object).unwrap();
             // The plan reads the header first, then the load does.
             let mut moments = vec![("header".to_owned(), 0, 1)];
@@ -181,4 +183,29 @@ fn a_chunk_that_is_lost_in_the_middle_of_the_load_is_encoded_anew() {
         }
     }
     system.assert_nothing_leaked();
+}
+
+#[test]
+fn a_cache_service_or_a_store_that_falls_silent_is_not_waited_for_longer_than_the_deadline() {
+    let config = Config { memory_bytes: 0, ..Config::default() };
+    let mut system = System::start_with(config, &["--set", "worker.cache_deadline_s=2"]);
+    for spec in STRATEGIES {
+        for silent in ["cache service", "store"] {
+            match silent {
+                "store" => system.store.hold_reads_from(1),
+                _ => system.gate.shut(),
+            }
+            let start = Instant::now();
+            let answer = system.client.generate(system.request(spec)).unwrap();
+            assert!(start.elapsed() < SOON, "{spec}, a silent {silent}: {:?}", start.elapsed());
+            println!("{spec}, a silent {silent}, after {:?}: {}", start.elapsed(), answer.receipt.chunks[0].reason);
+            assert_eq!(answer.sources(), ["fresh"; 6], "{spec}, a silent {silent}");
+            assert_eq!(system.reference.check(&system.chunks, QUESTION, spec, &answer).unwrap(), Verdict::Fresh);
+            system.store.hold_reads_from(0);
+            system.gate.open();
+            let answer = system.client.generate(system.request(spec)).unwrap();
+            assert_eq!(system.reference.check(&system.chunks, QUESTION, spec, &answer).unwrap(), Verdict::Stored);
+        }
+    }
+    wait_idle(system.pair.worker.address(), system.cache.address(), Duration::from_secs(5)).unwrap();
 }

@@ -11,7 +11,7 @@ use kvsplice_kv::{Encoding, ModelDigest, Variant};
 use kvsplice_proto::v1;
 use kvsplice_tests::{
     Answer, Client, Cluster, EXACT, Pair, Reference, Verdict, article, cache_stats, inline, options, request, run_ok,
-    specification, wait_idle, wait_until, words,
+    strategy, wait_idle, wait_until, words,
 };
 
 const QUESTION: &str = "How many beehives does the captain of the Marguerite keep?";
@@ -47,19 +47,21 @@ fn from_corpus(question: &str, spec: &str) -> v1::GenerateRequest {
     let corpus = v1::CorpusSource { corpus: "harbor".into(), top_k: 5, ..v1::CorpusSource::default() };
     let source = Some(v1::prompt::Source::Corpus(corpus));
     let prompt = v1::Prompt { source, question: question.into(), ..v1::Prompt::default() };
-    request(prompt, v1::Options { prefix_cache: Some(false), ..specification(spec) }, 12)
+    request(prompt, strategy(spec), 12)
 }
 
 #[test]
 fn after_losing_every_process_all_is_found_in_the_bucket() {
     let cluster = Cluster::start(&settings()).unwrap();
     let names = ["marguerite.md", "ansel-drury.md", "pell-island.md", "eel-pie.md"].map(article);
-    let common = ["ingest", "--server", cluster.server(), "--corpus", "harbor", "--chunk-tokens", "96", "--overlap", "8"];
+    let common =
+        ["ingest", "--server", cluster.server(), "--corpus", "harbor", "--chunk-tokens", "96", "--overlap", "8"];
     run_ok(&[&common[..], &names.each_ref().map(String::as_str)].concat()).unwrap();
     let questions = [QUESTION, "Who is Ansel Drury?", "When was the flood on Pell Island?", "What is in an eel pie?"];
     let ask_all = |cluster: &Cluster| -> Vec<Answer> {
         let client = Client::connect(cluster.server()).unwrap();
-        let cases = questions.iter().flat_map(|question| ["clip:0.2", "direct", "guided:0.2"].map(|spec| (question, spec)));
+        let cases =
+            questions.iter().flat_map(|question| ["clip:0.2", "direct", "guided:0.2"].map(|spec| (question, spec)));
         cases.map(|(question, spec)| client.generate(from_corpus(question, spec)).unwrap()).collect()
     };
     let before = ask_all(&cluster);
@@ -136,7 +138,9 @@ fn what_another_program_wrote_is_a_miss_with_a_reason() {
     let client = Client::connect(cluster.server()).unwrap();
     let texts: Vec<String> = (0..4).map(|place| words(80 * place, 40 + place)).collect();
     let document = cluster.folder().join("harbor.jsonl");
-    let line = |(id, text): (usize, &String)| serde_json::json!({"id": id.to_string(), "text": text, "chunk": true}).to_string();
+    let line = |(id, text): (usize, &String)| {
+        serde_json::json!({"id": id.to_string(), "text": text, "chunk": true}).to_string()
+    };
     std::fs::write(&document, texts.iter().enumerate().map(line).collect::<Vec<_>>().join("\n")).unwrap();
     run_ok(&["ingest", "--server", cluster.server(), "--corpus", "harbor", document.to_str().unwrap()]).unwrap();
     let mut reference = Reference::start().unwrap();
@@ -195,8 +199,7 @@ fn the_same_name_with_other_weights_hits_nothing() {
     let (client, address) = (Client::connect(cluster.server()).unwrap(), cluster.cache.address());
     let texts: Vec<String> = (0..4).map(|place| words(90 * place, 45)).collect();
     let ask = |client: &Client, store: bool, spec: &str| {
-        let options = v1::Options { prefix_cache: (spec != "full").then_some(false), ..specification(spec) };
-        client.generate(request(inline(&texts, QUESTION, store), options, 12)).unwrap()
+        client.generate(request(inline(&texts, QUESTION, store), strategy(spec), 12)).unwrap()
     };
     ask(&client, true, "direct");
     let ours = ask(&client, false, "direct");

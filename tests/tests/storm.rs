@@ -2,7 +2,8 @@
 //! undisturbed one, or that of a system in which just those chunks are fresh that the receipt calls fresh; each fault is
 //! counted by reason.
 //!
-//! `KVSPLICE_FAULTS` sets how many faults a storm has at least; `make storm` asks for 10,000.
+//! `KVSPLICE_FAULTS` sets how many faults a storm has at least; `make storm` asks for 10,000. `KVSPLICE_SEED` makes it
+//! another storm.
 #![allow(missing_docs)]
 
 use std::collections::{BTreeMap, HashMap};
@@ -13,8 +14,8 @@ use kvsplice_cache_service::{Admission, Config};
 use kvsplice_kv::ChunkId;
 use kvsplice_proto::v1;
 use kvsplice_tests::{
-    CacheService, Client, EXACT, Fault, Pair, Reference, StormStore, Verdict, cache_stats, delete_chunks, greedy, inline, run_ok,
-    specification, wait_idle, words,
+    CacheService, Client, EXACT, Fault, Pair, Reference, StormStore, Verdict, cache_stats, delete_chunks, greedy,
+    inline, run_ok, strategy, wait_idle, words,
 };
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
@@ -23,15 +24,57 @@ use serde_json::json;
 use tonic::Code;
 
 const CHUNKS: usize = 10;
+const PROMPTS: usize = 80;
 /// Requests at once.
 const CALLERS: usize = 4;
 const OUTPUT: u32 = 6;
 const QUESTION: &str = "Who keeps the beehives of the harbor?";
-const STRATEGIES: [&str; 8] =
-    ["clip:0.3", "clip:0.2:group=none", "direct", "direct:shared_prefix=false", "ape", "lego", "blend:0.2", "guided:0.3"];
+const STRATEGIES: [&str; 8] = [
+    "clip:0.3",
+    "clip:0.2:group=none",
+    "direct",
+    "direct:shared_prefix=false",
+    "ape",
+    "lego",
+    "blend:0.2",
+    "guided:0.3",
+];
+
+/// A number from the environment.
+fn setting(name: &str) -> Option<u64> {
+    std::env::var(name).ok().and_then(|text| text.parse().ok())
+}
 
 fn least_faults() -> u64 {
-    std::env::var("KVSPLICE_FAULTS").ok().and_then(|faults| faults.parse().ok()).unwrap_or(400)
+    setting("KVSPLICE_FAULTS").unwrap_or(400)
+}
+
+fn seed() -> u64 {
+    let seed = setting("KVSPLICE_SEED").unwrap_or(31);
+    println!("seed {seed}");
+    seed
+}
+
+/// Chunks in some order, with repeats, and a strategy.
+#[derive(Clone)]
+struct Prompt {
+    /// Their places in the pool.
+    places: Vec<usize>,
+    chunks: Vec<String>,
+    spec: &'static str,
+}
+
+impl Prompt {
+    fn draw(random: &mut ChaCha8Rng, pool: &[String]) -> Self {
+        let mut places: Vec<usize> = (0..pool.len()).collect();
+        places.shuffle(random);
+        places.truncate(random.random_range(1..=5));
+        if random.random_range(0..3) == 0 {
+            places.push(places[0]);
+        }
+        let chunks = places.iter().map(|&place| pool[place].clone()).collect();
+        Self { places, chunks, spec: STRATEGIES[random.random_range(0..STRATEGIES.len())] }
+    }
 }
 
 /// A request and what is needed to judge its answer.
@@ -48,7 +91,7 @@ struct System {
     cache: CacheService,
     pair: Pair,
     client: Client,
-    pool: Vec<String>,
+    prompts: Vec<Prompt>,
     ids: Vec<ChunkId>,
     random: ChaCha8Rng,
 }
@@ -62,26 +105,22 @@ impl System {
         let pair = Pair::start(cache.address(), &settings).unwrap();
         let client = Client::connect(pair.head.address()).unwrap();
         let pool: Vec<String> = (0..CHUNKS).map(|place| words(97 * place, 14 + 5 * place)).collect();
-        let line = |(id, text): (usize, &String)| json!({"id": id.to_string(), "text": text, "chunk": true}).to_string();
+        let line =
+            |(id, text): (usize, &String)| json!({"id": id.to_string(), "text": text, "chunk": true}).to_string();
         let documents = pool.iter().enumerate().map(line).collect::<Vec<_>>().join("\n");
         let path = pair.folder().join("storm.jsonl");
         std::fs::write(&path, documents).unwrap();
         run_ok(&["ingest", "--server", pair.head.address(), "--corpus", "storm", path.to_str().unwrap()]).unwrap();
         let listed = client.list_chunks("storm").unwrap();
         let ids = listed.iter().map(|chunk| chunk.id.parse().unwrap()).collect();
-        Self { store, cache, pair, client, pool, ids, random: ChaCha8Rng::seed_from_u64(seed) }
+        let mut random = ChaCha8Rng::seed_from_u64(seed);
+        let prompts = (0..PROMPTS).map(|_| Prompt::draw(&mut random, &pool)).collect();
+        Self { store, cache, pair, client, prompts, ids, random }
     }
 
     fn case(&mut self) -> Case {
         let random = &mut self.random;
-        let mut places: Vec<usize> = (0..CHUNKS).collect();
-        places.shuffle(random);
-        places.truncate(random.random_range(1..=5));
-        if random.random_range(0..3) == 0 {
-            places.push(places[0]);
-        }
-        let spec = STRATEGIES[random.random_range(0..STRATEGIES.len())];
-        let chunks: Vec<String> = places.iter().map(|&place| self.pool[place].clone()).collect();
+        let Prompt { places, chunks, spec } = self.prompts[random.random_range(0..PROMPTS)].clone();
         let kind = random.random_range(0..10);
         let prompt = match kind {
             // A corpus has chunks behind its prefix only.
@@ -93,7 +132,7 @@ impl System {
             }
             kind => inline(&chunks, QUESTION, kind < 5),
         };
-        let options = v1::Options { prefix_cache: Some(false), ..specification(spec) };
+        let options = strategy(spec);
         let request = v1::GenerateRequest {
             prompt: Some(prompt),
             options: Some(options),
@@ -138,7 +177,10 @@ fn rage(system: &mut System) -> HashMap<String, u64> {
             let verdict = match answer {
                 Ok(answer) => {
                     let verdict = reference.check(&case.chunks, QUESTION, case.spec, &answer);
-                    format!("{:?}", verdict.unwrap_or_else(|error| panic!("{}: {error:#}\n{:?}", case.spec, answer.receipt)))
+                    format!(
+                        "{:?}",
+                        verdict.unwrap_or_else(|error| panic!("{}: {error:#}\n{:?}", case.spec, answer.receipt))
+                    )
                 }
                 Err(status) => {
                     assert!(case.may_fail, "{}: {status}", case.spec);
@@ -174,8 +216,7 @@ fn rage(system: &mut System) -> HashMap<String, u64> {
 
 #[test]
 fn each_fault_of_the_store_is_counted_and_no_answer_is_wrong() {
-    let seed = 31;
-    println!("seed {seed}");
+    let seed = seed();
     let config = Config { memory_bytes: 0, ..Config::default() };
     let mut system = System::start(StormStore::new(seed, 6, false), config, seed);
     let counted = rage(&mut system);
@@ -188,8 +229,7 @@ fn each_fault_of_the_store_is_counted_and_no_answer_is_wrong() {
 
 #[test]
 fn no_answer_is_wrong_behind_tiers_and_torn_writes() {
-    let seed = 32;
-    println!("seed {seed}");
+    let seed = seed();
     let folder = tempfile::tempdir().unwrap();
     // So small that most is read from the store again and again.
     let config = Config {
