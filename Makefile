@@ -5,13 +5,18 @@ SHELL := /bin/bash
 export KVSPLICE_HOME ?= $(HOME)/.cache/kvsplice
 CARGO_DENY_VERSION := 0.20.2
 
-.PHONY: demo test check build models setup libtorch python fmt clippy features doc deny clean-demo
+.PHONY: demo test storm check build models setup libtorch python fmt clippy features doc deny clean-demo
 
 demo: models
 	@deploy/demo.sh
 
 test: setup
 	cargo test --release --workspace
+
+# 10,000 seeded faults below the cache service, and as many below a whole system; about half an hour on two cores.
+storm: setup
+	KVSPLICE_FAULTS=10000 cargo test --release -p kvsplice-cache-service storm -- --nocapture
+	KVSPLICE_FAULTS=10000 cargo test --release -p kvsplice-tests --test storm -- --nocapture
 
 check: fmt clippy features doc test deny
 

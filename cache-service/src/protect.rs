@@ -1,7 +1,7 @@
 //! Which chunks must not be evicted: pinned ones, and those under a lease.
 //!
-//! Leases end by themselves, by a clock that never jumps, and with the process: nothing is lost. Pins are stored (`kept`)
-//! and read at the start.
+//! Leases end by themselves, by a clock that never jumps, when they are given back, and with the process: nothing is lost.
+//! Pins are stored (`kept`) and read at the start.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -31,10 +31,17 @@ pub(crate) struct Protection {
 #[derive(Debug)]
 struct State {
     pinned: HashSet<ChunkId>,
-    /// When the last lease on a chunk ends.
-    leased: HashMap<ChunkId, Instant>,
-    leases: HashMap<u64, Instant>,
+    /// When each lease on a chunk ends, by the lease's number.
+    leased: HashMap<ChunkId, HashMap<u64, Instant>>,
+    leases: HashMap<u64, Lasting>,
     swept: Instant,
+}
+
+/// A lease that has not been given back.
+#[derive(Debug)]
+struct Lasting {
+    ends: Instant,
+    chunks: Vec<ChunkId>,
 }
 
 /// A lease that was given.
@@ -65,13 +72,31 @@ impl Protection {
             return Err(Error::TooMany { what: "leases", limit: MAX_LEASES, advice: "ask for shorter ones" });
         }
         let number = self.next.fetch_add(1, Ordering::Relaxed);
-        state.leases.insert(number, ends);
-        for chunk in chunks {
-            let last = state.leased.entry(chunk).or_insert(ends);
-            *last = ends.max(*last);
+        let chunks: Vec<ChunkId> = chunks.collect();
+        for chunk in &chunks {
+            state.leased.entry(*chunk).or_default().insert(number, ends);
         }
+        state.leases.insert(number, Lasting { ends, chunks });
         let expires_ms = unix_ms().saturating_add(time.as_millis() as u64);
         Ok(Lease { id: format!("{:x}-{number:x}", self.epoch_ms), expires_ms })
+    }
+
+    /// Ends a lease before its time. One of another process, or that has ended, changes nothing.
+    pub(crate) fn release(&self, id: &str) {
+        let number = id.split_once('-').and_then(|(epoch, number)| {
+            let ours = epoch == format!("{:x}", self.epoch_ms);
+            u64::from_str_radix(number, 16).ok().filter(|_| ours)
+        });
+        let Some(number) = number else { return };
+        let mut state = self.write();
+        let Some(lease) = state.leases.remove(&number) else { return };
+        for chunk in &lease.chunks {
+            let Some(ends) = state.leased.get_mut(chunk) else { continue };
+            ends.remove(&number);
+            if ends.is_empty() {
+                state.leased.remove(chunk);
+            }
+        }
     }
 
     /// Refuses pins for which there is no room.
@@ -99,8 +124,10 @@ impl Protection {
 
     /// Whether `chunk` is pinned or under a lease now.
     pub(crate) fn covers(&self, chunk: &ChunkId) -> bool {
+        let now = Instant::now();
         let state = self.read();
-        state.pinned.contains(chunk) || state.leased.get(chunk).is_some_and(|ends| *ends > Instant::now())
+        state.pinned.contains(chunk)
+            || state.leased.get(chunk).is_some_and(|leases| leases.values().any(|ends| *ends > now))
     }
 
     /// Whether `chunk` is pinned.
@@ -112,7 +139,7 @@ impl Protection {
     pub(crate) fn counts(&self) -> (usize, usize) {
         let now = Instant::now();
         let state = self.read();
-        (state.leases.values().filter(|ends| **ends > now).count(), state.pinned.len())
+        (state.leases.values().filter(|lease| lease.ends > now).count(), state.pinned.len())
     }
 
     // A panic while the lock was held cannot leave the maps half-changed in a way that matters here.
@@ -127,8 +154,11 @@ impl Protection {
 
 impl State {
     fn sweep(&mut self, now: Instant) {
-        self.leases.retain(|_, ends| *ends > now);
-        self.leased.retain(|_, ends| *ends > now);
+        self.leases.retain(|_, lease| lease.ends > now);
+        self.leased.retain(|_, leases| {
+            leases.retain(|_, ends| *ends > now);
+            !leases.is_empty()
+        });
         self.swept = now;
     }
 }
@@ -164,6 +194,25 @@ mod tests {
         assert!(protection.covers(&A));
         let longest = protection.lease([A].into_iter(), Duration::from_secs(1 << 40)).unwrap();
         assert!(longest.expires_ms <= unix_ms() + MAX_LEASE.as_millis() as u64);
+    }
+
+    #[test]
+    fn a_lease_that_is_given_back_ends_and_the_others_stay() {
+        let protection = Protection::new();
+        let time = Duration::from_secs(60);
+        let [first, second] = [[A, B], [B, B]].map(|chunks| protection.lease(chunks.into_iter(), time).unwrap());
+        protection.release(&first.id);
+        assert!(!protection.covers(&A) && protection.covers(&B));
+        // A lease of another process, no lease at all, and one that has ended.
+        let (_, number) = second.id.split_once('-').unwrap();
+        for id in [&format!("0-{number}"), "", "-", "x", &first.id] {
+            protection.release(id);
+        }
+        assert_eq!(protection.counts(), (1, 0));
+        protection.release(&second.id);
+        assert!(!protection.covers(&B));
+        assert_eq!(protection.counts(), (0, 0));
+        assert!(protection.read().leased.is_empty());
     }
 
     #[test]

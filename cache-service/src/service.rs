@@ -10,8 +10,8 @@ use kvsplice_proto::v1::cache_server::Cache;
 use kvsplice_proto::v1::{
     CollectOrphansRequest, CollectOrphansResponse, ContainsRequest, ContainsResponse, DeleteRequest, DeleteResponse,
     Frame, GetChunksRequest, GetRecordRequest, GetRecordResponse, ListRecordsRequest, ListRecordsResponse, PinRequest,
-    PinResponse, PutChunkRequest, PutChunkResponse, PutRecordRequest, PutRecordResponse, StatsRequest, StatsResponse,
-    Tier as TierStats, VerifyRequest, VerifyResponse, get_chunks_request,
+    PinResponse, PutChunkRequest, PutChunkResponse, PutRecordRequest, PutRecordResponse, ReleaseRequest,
+    ReleaseResponse, StatsRequest, StatsResponse, Tier as TierStats, VerifyRequest, VerifyResponse, get_chunks_request,
 };
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
@@ -230,6 +230,11 @@ impl Cache for Service {
             self.protection.pin(&chunks)?;
         }
         Ok(Response::new(PinResponse {}))
+    }
+
+    async fn release(&self, request: Request<ReleaseRequest>) -> Result<Response<ReleaseResponse>, Status> {
+        self.protection.release(&request.into_inner().lease);
+        Ok(Response::new(ReleaseResponse {}))
     }
 
     async fn collect_orphans(

@@ -17,7 +17,7 @@ use futures::stream::{BoxStream, SelectAll};
 use futures::{StreamExt, future};
 use kvsplice_kv::receipt::Source;
 use kvsplice_kv::{ChunkId, KvLayout, RowRanges, Variant};
-use kvsplice_model::cache::StoredLayer;
+use kvsplice_model::stored::StoredLayer;
 use kvsplice_proto::cache::CacheClient;
 use kvsplice_proto::v1::get_chunks_request::Message;
 use kvsplice_proto::{client, convert, v1};

@@ -21,6 +21,7 @@ mod fetch;
 mod generate;
 mod head;
 mod ingest;
+mod lease;
 mod pick;
 mod plan;
 mod prepare;

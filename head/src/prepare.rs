@@ -3,6 +3,8 @@
 //! Decides before layer 0 and nowhere else. With the cache service down every chunk is fresh; when every chunk is fresh
 //! the strategy is `full`, and the receipt says so.
 
+use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvsplice_kv::{ChunkId, Options, Sampling, Strategy, Variant};
@@ -15,6 +17,7 @@ use crate::clock::Clock;
 use crate::craft::{Chunk, Decision};
 use crate::encode::{self, Batch};
 use crate::head::Head;
+use crate::lease::Lease;
 use crate::plan::{OnMiss, PromptPlan};
 
 /// The longest lease that the cache service gives.
@@ -31,7 +34,8 @@ pub(crate) struct Prepared {
     pub(crate) effective_reason: String,
     /// The prefix is computed, not loaded.
     pub(crate) prefix_fresh: bool,
-    pub(crate) lease: String,
+    /// On what the cache service has; none when nothing of it is used.
+    pub(crate) lease: Option<Arc<Lease>>,
     /// One a chunk under `craft`, empty else.
     pub(crate) decisions: Vec<Decision>,
     /// The chunks are kept as variants of this context.
@@ -44,7 +48,7 @@ pub(crate) struct Prepared {
 struct Residency {
     prefix: bool,
     chunks: Vec<bool>,
-    lease: String,
+    lease: Option<Arc<Lease>>,
 }
 
 /// Looks up what is cached, stores what the request wants stored, and decides.
@@ -133,7 +137,7 @@ fn all_fresh(plan: PromptPlan, reason: &str, cache_up: bool) -> Prepared {
         effective: if exact { plan.options.strategy } else { Strategy::Full },
         effective_reason: if exact { String::new() } else { format!("every chunk is fresh: {reason}") },
         prefix_fresh: true,
-        lease: String::new(),
+        lease: None,
         decisions: Vec::new(),
         capture: false,
         cache_up,
@@ -149,20 +153,24 @@ async fn decide(head: &Head, plan: &PromptPlan, deadline: Duration) -> Result<Ve
 }
 
 async fn look_up(head: &Head, plan: &PromptPlan, deadline: Duration) -> Result<Residency, Error> {
-    let mut ids: Vec<ChunkId> = plan.chunks.iter().map(|chunk| chunk.id).collect();
-    ids.push(plan.prefix_id);
+    // Each once: a chunk that stands in several places is there or not.
+    let mut places: HashMap<ChunkId, usize> = HashMap::new();
+    let mut ids: Vec<ChunkId> = Vec::with_capacity(plan.chunks.len() + 1);
+    for id in plan.chunks.iter().map(|chunk| chunk.id).chain([plan.prefix_id]) {
+        places.entry(id).or_insert_with(|| {
+            ids.push(id);
+            ids.len() - 1
+        });
+    }
     let contained = head
         .cache
         .contains(&ids, Variant::clean(plan.encoding), deadline.min(MAX_LEASE))
         .await
         .map_err(Error::cache("look up chunks"))?;
-    let mut found = contained.found;
-    let prefix = found.pop().unwrap_or(false);
-    if found.len() != plan.chunks.len() {
-        let detail = format!("{} answers for {} chunks", found.len(), plan.chunks.len());
-        return Err(Error::Task { task: "look up chunks", detail });
-    }
-    Ok(Residency { prefix, chunks: found, lease: contained.lease.unwrap_or_default() })
+    let lease = contained.lease.map(|id| Arc::new(Lease::new(id, head.cache.clone())));
+    let found = |id: &ChunkId| places.get(id).and_then(|&place| contained.found.get(place)).copied().unwrap_or(false);
+    let chunks = plan.chunks.iter().map(|chunk| found(&chunk.id)).collect();
+    Ok(Residency { prefix: found(&plan.prefix_id), chunks, lease })
 }
 
 /// Encodes both models' KV of the plan's chunks, as far as it is not there.
@@ -207,7 +215,7 @@ impl Prepared {
             parts: self.parts(),
             sampling: Some(sampling.clone().into()),
             variant: Variant::clean(self.plan.encoding).to_string(),
-            lease: self.lease.clone(),
+            lease: self.lease.as_ref().map(|lease| lease.id().to_owned()).unwrap_or_default(),
             elapsed_ms,
             want_logits,
             options: Some(self.options().into()),

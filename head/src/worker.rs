@@ -108,9 +108,10 @@ impl Worker {
 
     /// The error of a failed call. Another worker may answer at this address next time.
     pub(crate) fn failed(&self, status: Status) -> Error {
+        let status = explain(status);
         if matches!(status.code(), Code::Unavailable | Code::FailedPrecondition | Code::Unknown) {
             self.checked.store(false, Ordering::Relaxed);
         }
-        Error::Worker { address: self.address.clone(), source: Box::new(explain(status)) }
+        Error::Worker { address: self.address.clone(), source: Box::new(status) }
     }
 }

@@ -179,6 +179,12 @@ impl CacheClient {
         Ok(())
     }
 
+    /// Ends a lease before its time.
+    pub async fn release(&self, lease: String) -> Result<(), Status> {
+        self.inner.clone().release(request(v1::ReleaseRequest { lease }, self.deadline)).await?;
+        Ok(())
+    }
+
     /// Removes chunk KV that no document names and that is older than `min_age`; with `dry_run` only says what.
     pub async fn collect_orphans(
         &self,

@@ -60,12 +60,21 @@ pub fn request<T>(message: T, deadline: Duration) -> tonic::Request<T> {
     request
 }
 
-/// The status as a caller should see it: the transport reports a deadline that passed at this end as CANCELLED.
+/// The status as a caller should see it. The transport reports a deadline that passed at this end as CANCELLED, and a
+/// connection that broke in the middle of an answer as UNKNOWN or INTERNAL: that is a peer that is UNAVAILABLE.
 pub fn explain(status: tonic::Status) -> tonic::Status {
     if status.code() == tonic::Code::Cancelled && status.message() == "Timeout expired" {
         return tonic::Status::deadline_exceeded("the deadline passed before an answer came");
     }
-    status
+    // What a peer answers has no source; what went wrong at this end has.
+    let Some(mut cause) = std::error::Error::source(&status) else { return status };
+    if !matches!(status.code(), tonic::Code::Unknown | tonic::Code::Internal) {
+        return status;
+    }
+    while let Some(inner) = cause.source() {
+        cause = inner;
+    }
+    tonic::Status::unavailable(format!("the connection broke: {cause}"))
 }
 
 #[cfg(test)]
@@ -80,6 +89,16 @@ mod tests {
         for bad in ["", "localhost", ":7400", "https://localhost:7400", "localhost:port", "http://a:1/path", "a b:1"] {
             assert!(channel(bad).is_err(), "{bad}");
         }
+    }
+
+    #[test]
+    fn a_connection_that_broke_is_a_peer_that_is_unavailable() {
+        let reset = std::io::Error::from(std::io::ErrorKind::ConnectionReset);
+        let broken = explain(tonic::Status::from_error(Box::new(reset)));
+        assert_eq!(broken.code(), tonic::Code::Unavailable);
+        assert_eq!(broken.message(), "the connection broke: connection reset");
+        assert_eq!(explain(tonic::Status::unknown("an answer")).code(), tonic::Code::Unknown);
+        assert_eq!(explain(tonic::Status::not_found("an answer")).code(), tonic::Code::NotFound);
     }
 
     #[tokio::test]

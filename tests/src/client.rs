@@ -1,6 +1,8 @@
 //! A gRPC client of the head for tests that are not async: logits and rows, many requests at once, and streams that are
 //! read as far as a test likes.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -11,6 +13,7 @@ use kvsplice_proto::v1::head_client::HeadClient;
 use kvsplice_proto::v1::worker_client::WorkerClient;
 use kvsplice_proto::{client, v1};
 use tokio::runtime::{Builder, Handle, Runtime};
+use tokio::task::JoinHandle;
 use tonic::transport::Channel;
 use tonic::{Status, Streaming};
 
@@ -97,24 +100,33 @@ impl Client {
         self.open(request)?.finish()
     }
 
+    /// Begins every request at the same time; each has this long.
+    pub fn begin_each(&self, requests: Vec<v1::GenerateRequest>, deadline: Duration) -> Crowd {
+        let progress = Arc::new(Progress::default());
+        let begin = |request| {
+            let (mut head, progress) = (self.head.clone(), Arc::clone(&progress));
+            self.runtime.spawn(async move {
+                let mut events = head.generate(client::request(request, deadline)).await?.into_inner();
+                let mut answer = Answer::default();
+                while let Some(event) = events.message().await? {
+                    progress.add(&event, answer.token_ids.is_empty());
+                    answer.add(event);
+                }
+                Ok(answer)
+            })
+        };
+        let tasks = requests.into_iter().map(begin).collect();
+        Crowd { runtime: self.runtime.handle().clone(), progress, tasks }
+    }
+
+    /// Every request at the same time, each with an end of its own; in the order of the requests.
+    pub fn generate_each(&self, requests: Vec<v1::GenerateRequest>) -> Vec<Result<Answer, Status>> {
+        self.begin_each(requests, DEADLINE).finish()
+    }
+
     /// Every request at the same time; the answers in the order of the requests.
     pub fn generate_together(&self, requests: Vec<v1::GenerateRequest>) -> Result<Vec<Answer>, Status> {
-        let tasks: Vec<_> = requests
-            .into_iter()
-            .map(|request| {
-                let mut head = self.head.clone();
-                self.runtime.spawn(async move {
-                    let mut events = head.generate(client::request(request, DEADLINE)).await?.into_inner();
-                    let mut answer = Answer::default();
-                    while let Some(event) = events.message().await? {
-                        answer.add(event);
-                    }
-                    Ok::<_, Status>(answer)
-                })
-            })
-            .collect();
-        let joined = |error: tokio::task::JoinError| Status::internal(error.to_string());
-        tasks.into_iter().map(|task| self.runtime.block_on(task).map_err(joined)?).collect()
+        self.generate_each(requests).into_iter().collect()
     }
 
     /// Log-probabilities of an answer.
@@ -156,6 +168,49 @@ impl Client {
     /// Runs a call of a test's own in this client's runtime.
     pub fn run<T>(&self, call: impl Future<Output = T>) -> T {
         self.runtime.block_on(call)
+    }
+}
+
+/// Requests under way at the same time.
+#[derive(Debug)]
+pub struct Crowd {
+    runtime: Handle,
+    progress: Arc<Progress>,
+    tasks: Vec<JoinHandle<Result<Answer, Status>>>,
+}
+
+/// How far a crowd is.
+#[derive(Debug, Default)]
+struct Progress {
+    planned: AtomicUsize,
+    begun: AtomicUsize,
+}
+
+impl Progress {
+    fn add(&self, event: &v1::GenerateEvent, first: bool) {
+        match event.event {
+            Some(Event::Planned(_)) => self.planned.fetch_add(1, Ordering::SeqCst),
+            Some(Event::Delta(_)) if first => self.begun.fetch_add(1, Ordering::SeqCst),
+            _ => 0,
+        };
+    }
+}
+
+impl Crowd {
+    /// Requests whose rows are chosen.
+    pub fn planned(&self) -> usize {
+        self.progress.planned.load(Ordering::SeqCst)
+    }
+
+    /// Requests that have their first token.
+    pub fn begun(&self) -> usize {
+        self.progress.begun.load(Ordering::SeqCst)
+    }
+
+    /// Waits for all of them; in the order of the requests.
+    pub fn finish(self) -> Vec<Result<Answer, Status>> {
+        let joined = |error: tokio::task::JoinError| Status::internal(error.to_string());
+        self.tasks.into_iter().map(|task| self.runtime.block_on(task).map_err(joined)?).collect()
     }
 }
 

@@ -6,9 +6,13 @@
 
 mod cache;
 mod client;
+mod disk;
+mod gate;
 mod process;
 mod prompt;
+mod reference;
 mod store;
+mod storm;
 mod wait;
 
 use std::path::{Path, PathBuf};
@@ -18,12 +22,16 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use anyhow::{Context, Result, ensure};
 use tempfile::TempDir;
 
-pub use cache::CacheService;
-pub use client::{Answer, Answering, Client, worker_status};
+pub use cache::{CacheService, cache_stats, delete_chunks, find_chunks};
+pub use client::{Answer, Answering, Client, Crowd, worker_status};
+pub use disk::{SmallDisk, file_bytes, on_a_small_disk};
+pub use gate::Gate;
 pub use process::Process;
-pub use prompt::{article, characters, greedy, inline, options, raw, request, specification, words};
+pub use prompt::{article, characters, greedy, inline, options, raw, request, specification, strategy, words};
+pub use reference::{EXACT, Reference, Verdict};
 pub use store::FaultyStore;
-pub use wait::{wait_serving, wait_until};
+pub use storm::{Fault, StormStore};
+pub use wait::{wait_idle, wait_serving, wait_until, watch};
 
 /// The built program. Fails when it has not been built: `make test` does that first.
 pub fn program() -> Result<PathBuf> {
@@ -92,9 +100,20 @@ impl Cluster {
     /// `["--shape", "tiny", "--random-weights"]`.
     pub fn start(settings: &[&str]) -> Result<Self> {
         let folder = tempfile::tempdir().context("make a folder")?;
-        let store = format!("file://{}", folder.path().join("store").display());
         std::fs::create_dir(folder.path().join("store")).context("make the store's folder")?;
+        Self::start_in(folder, settings)
+    }
 
+    /// Kills the three at once, as a power failure would, and starts them again on what the store has.
+    pub fn start_again(mut self, settings: &[&str]) -> Result<Self> {
+        for process in [&mut self.head, &mut self.worker, &mut self.cache] {
+            process.kill()?;
+        }
+        Self::start_in(self.folder, settings)
+    }
+
+    fn start_in(folder: TempDir, settings: &[&str]) -> Result<Self> {
+        let store = format!("file://{}", folder.path().join("store").display());
         let cache = Process::start("cache", &[&["--object-store", &store], settings].concat(), folder.path())?;
         let to_cache = format!("cache={}", cache.address());
         let worker = format!("worker.{to_cache}");
@@ -152,8 +171,13 @@ pub struct Pair {
 impl Pair {
     /// Starts the two and waits until they serve. `settings` go to both.
     pub fn start(cache: &str, settings: &[&str]) -> Result<Self> {
+        Self::start_through(cache, cache, settings)
+    }
+
+    /// The same; the worker reaches the cache service at an address of its own, such as that of a [`Gate`].
+    pub fn start_through(cache: &str, workers_cache: &str, settings: &[&str]) -> Result<Self> {
         let folder = tempfile::tempdir().context("make a folder")?;
-        let to_cache = format!("worker.cache={cache}");
+        let to_cache = format!("worker.cache={workers_cache}");
         let worker = Process::start("worker", &[&["--set", &to_cache], settings].concat(), folder.path())?;
         let (to_cache, to_worker) = (format!("head.cache={cache}"), format!("head.worker={}", worker.address()));
         let head =

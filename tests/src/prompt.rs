@@ -64,6 +64,15 @@ pub fn specification(text: &str) -> v1::Options {
     text.parse::<kvsplice_kv::Options>().unwrap_or_else(|error| panic!("{text}: {error}")).into()
 }
 
+/// The same; nothing is kept from one prompt to the next, so that each computes all its rows.
+///
+/// # Panics
+/// When it is none.
+pub fn strategy(text: &str) -> v1::Options {
+    let options = specification(text);
+    v1::Options { prefix_cache: options.prefix_cache.map(|_| false), ..options }
+}
+
 /// So many greedy tokens, whatever they are.
 pub fn greedy(max_tokens: u32) -> v1::Sampling {
     v1::Sampling { max_tokens: Some(max_tokens), ignore_eos: Some(true), ..v1::Sampling::default() }

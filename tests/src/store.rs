@@ -1,9 +1,10 @@
-//! An object store in memory that is slow, or refuses to be written, when a test says so.
+//! An object store in memory that is slow, refuses to be written, hides or loses chunks, when a test says so.
 
+use std::collections::HashSet;
 use std::fmt;
 use std::io::ErrorKind;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use futures::stream::BoxStream;
@@ -11,7 +12,7 @@ use object_store::memory::InMemory;
 use object_store::path::Path;
 use object_store::{
     CopyOptions, Error, GetOptions, GetRange, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore,
-    PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
+    ObjectStoreExt, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
 };
 
 /// The store.
@@ -23,6 +24,23 @@ pub struct FaultyStore {
     hold_from: AtomicU64,
     held: AtomicUsize,
     write_error: Mutex<Option<ErrorKind>>,
+    /// Chunks that are not found.
+    hidden: Mutex<HashSet<String>>,
+    removing: Mutex<Option<Removing>>,
+}
+
+fn hold<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A read that finds its object removed.
+#[derive(Debug)]
+struct Removing {
+    chunk: String,
+    /// First byte that it reads, at least.
+    from: u64,
+    /// Such reads before it.
+    pass: usize,
 }
 
 impl FaultyStore {
@@ -43,11 +61,41 @@ impl FaultyStore {
 
     /// From now on every write fails with this error; with none, writes work.
     pub fn fail_writes(&self, error: Option<ErrorKind>) {
-        *self.write_error.lock().unwrap_or_else(PoisonError::into_inner) = error;
+        *hold(&self.write_error) = error;
+    }
+
+    /// From now on these chunks, and no others, are not found.
+    pub fn hide(&self, chunks: impl IntoIterator<Item = String>) {
+        *hold(&self.hidden) = chunks.into_iter().collect();
+    }
+
+    /// After `pass` more reads of `chunk` that begin at byte `from` or later, it is removed.
+    pub fn remove_while_read(&self, chunk: &str, from: u64, pass: usize) {
+        *hold(&self.removing) = Some(Removing { chunk: chunk.to_owned(), from, pass });
+    }
+
+    /// Whether a removal is still to come.
+    pub fn is_removing(&self) -> bool {
+        hold(&self.removing).is_some()
+    }
+
+    /// Whether this read is the one that finds its object removed.
+    fn removes(&self, location: &Path, options: &GetOptions) -> bool {
+        let mut removing = hold(&self.removing);
+        let (Some(next), Some(GetRange::Bounded(range))) = (removing.as_mut(), &options.range) else { return false };
+        if range.start < next.from || !location.as_ref().contains(&next.chunk) {
+            return false;
+        }
+        if next.pass > 0 {
+            next.pass -= 1;
+            return false;
+        }
+        *removing = None;
+        true
     }
 
     fn check_write(&self) -> Result<()> {
-        match *self.write_error.lock().unwrap_or_else(PoisonError::into_inner) {
+        match *hold(&self.write_error) {
             Some(kind) => Err(Error::Generic { store: "faulty", source: std::io::Error::from(kind).into() }),
             None => Ok(()),
         }
@@ -82,6 +130,13 @@ impl ObjectStore for FaultyStore {
         if matches!(&options.range, Some(GetRange::Bounded(range)) if hold_from > 0 && range.start >= hold_from) {
             self.held.fetch_add(1, Ordering::SeqCst);
             return std::future::pending().await;
+        }
+        let hidden = hold(&self.hidden).iter().any(|chunk| location.as_ref().contains(chunk));
+        if hidden {
+            return Err(Error::NotFound { path: location.to_string(), source: "hidden".into() });
+        }
+        if self.removes(location, &options) {
+            self.inner.delete(location).await?;
         }
         self.inner.get_opts(location, options).await
     }

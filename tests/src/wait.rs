@@ -1,4 +1,5 @@
 //! Waiting for a condition, always with a deadline. The only place of the tests that lets time pass.
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
@@ -6,7 +7,7 @@ use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 
-use crate::Process;
+use crate::{Process, cache_stats, worker_status};
 
 const PAUSE: Duration = Duration::from_millis(20);
 /// Time until a role serves: it loads its models first.
@@ -24,6 +25,23 @@ pub fn wait_until<T>(what: &str, deadline: Duration, mut condition: impl FnMut()
         }
         std::thread::sleep(PAUSE);
     }
+}
+
+/// Looks again and again, until `stop`.
+pub fn watch(stop: &AtomicBool, mut look: impl FnMut()) {
+    while !stop.load(Ordering::SeqCst) {
+        look();
+        std::thread::sleep(PAUSE / 10);
+    }
+}
+
+/// Waits until the worker at `worker` has nothing in hand, nor memory for it, and the cache service at `cache` no lease.
+pub fn wait_idle(worker: &str, cache: &str, deadline: Duration) -> Result<()> {
+    wait_until("an idle worker and no lease", deadline, || {
+        let status = worker_status(worker)?;
+        let idle = status.running == 0 && status.queued == 0 && status.kv_bytes == 0;
+        Ok((idle && cache_stats(cache)?.leases == 0).then_some(()))
+    })
 }
 
 /// Waits until the role's health service says SERVING. Fails with the role's log.

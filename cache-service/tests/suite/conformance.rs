@@ -164,6 +164,8 @@ async fn leases_and_pins_are_counted(server: &Server, name: &str) {
     server.client.pin(&[chunk.id, chunk.id]).await.unwrap();
     let stats = server.client.stats().await.unwrap();
     assert_eq!((stats.leases, stats.pins), (1, 1));
+    server.client.release(leased.lease.unwrap()).await.unwrap();
+    assert_eq!(server.client.stats().await.unwrap().leases, 0);
     assert_eq!(stats.store, name);
     assert_eq!(stats.tiers[0].name, "memory");
     assert!(stats.tiers[0].entries > 0 && stats.tiers[0].bytes <= stats.tiers[0].limit_bytes);

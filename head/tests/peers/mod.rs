@@ -97,6 +97,10 @@ impl v1::cache_server::Cache for Cache {
         Ok(Response::new(v1::PutChunkResponse { created }))
     }
 
+    async fn release(&self, _: Request<v1::ReleaseRequest>) -> Answer<v1::ReleaseResponse> {
+        Ok(Response::new(v1::ReleaseResponse {}))
+    }
+
     async fn put_record(&self, request: Request<v1::PutRecordRequest>) -> Answer<v1::PutRecordResponse> {
         let v1::PutRecordRequest { key, value } = request.into_inner();
         self.records.lock().unwrap().insert(key, value);
