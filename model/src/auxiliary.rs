@@ -10,8 +10,8 @@ use kvsplice_kernels::rope::Rotation;
 use kvsplice_kv::options::{Depth, Reduce, Softmax};
 use tch::{Kind, Tensor};
 
-use crate::stored::StoredLayer;
 pub use crate::encode::{ChunkKv, encode};
+use crate::stored::StoredLayer;
 use crate::{Decoder, Error};
 
 /// What to score.
@@ -177,11 +177,11 @@ impl Scoring {
             kv.layer(self.layer).ok_or_else(missing)
         };
         let prefix = match &self.request.prefix_kv {
-            Some(kv) => Some(layer(kv)?.tensors(0)?),
+            Some(kv) => Some(layer(kv)?.tensors()?),
             None => None,
         };
         let chunks = self.request.chunk_kv.iter().map(layer).collect::<Result<Vec<_>, _>>()?;
-        let chunks = StoredLayer::join(chunks.iter().map(|chunk| (chunk, 0)))?
+        let chunks = StoredLayer::join(&chunks)?
             .ok_or_else(|| Error::Argument("scoring needs at least one chunk".to_owned()))?;
         Ok(Stored { prefix, chunks })
     }

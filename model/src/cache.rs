@@ -3,6 +3,7 @@
 //! Blocks of 64 tokens, one after another: the block table is the identity, so a layer's keys are one contiguous
 //! tensor. Keys are rotated to their positions.
 
+use kvsplice_kernels::place::{Stored, place};
 use kvsplice_kernels::rope::Rotation;
 use tch::{Device, Kind, Tensor};
 
@@ -20,7 +21,6 @@ pub struct KvCache {
     /// As `keys`.
     values: Vec<Tensor>,
     capacity: u32,
-    kind: Kind,
 }
 
 impl KvCache {
@@ -31,7 +31,7 @@ impl KvCache {
         let zeros = || -> Result<Vec<Tensor>, Error> {
             (0..config.layers).map(|_| Ok(Tensor::f_zeros(shape, (kind, Device::Cpu))?)).collect()
         };
-        Ok(Self { keys: zeros()?, values: zeros()?, capacity, kind })
+        Ok(Self { keys: zeros()?, values: zeros()?, capacity })
     }
 
     /// Slots.
@@ -65,8 +65,9 @@ impl KvCache {
         Ok(())
     }
 
-    /// Writes the rows of stored chunks: keys before rotation (rotated here, in f32, with one rounding) and values. `chunks`:
-    /// each with its first row that is written; encodings may differ. `slots` and `rotation` are of the rows, in their order.
+    /// Writes the rows of stored chunks in one pass: keys before rotation (rotated in f32, with one rounding) and values.
+    /// `chunks`: each with its first row that is written; encodings may differ. `slots` (ascending) and `rotation` are of the
+    /// rows, in their order. Fails, and writes nothing, on what does not fit.
     pub fn place(
         &mut self,
         layer: u32,
@@ -74,12 +75,12 @@ impl KvCache {
         chunks: &[(&StoredLayer, u32)],
         rotation: &Rotation,
     ) -> Result<(), Error> {
-        let Some((keys, values)) = StoredLayer::join(chunks.iter().copied())? else { return Ok(()) };
-        if keys.size()[0] != slots.len() as i64 {
-            return Err(Error::Argument(format!("{} stored rows do not fit {} slots", keys.size()[0], slots.len())));
-        }
-        let rotated = rotation.apply(&keys)?.f_to_kind(self.kind)?;
-        self.write(layer, slots, &rotated, &values.f_to_kind(self.kind)?)
+        let scales = chunks.iter().map(|(chunk, _)| chunk.scales()).collect::<Result<Vec<_>, _>>()?;
+        let pieces = chunks.iter().zip(&scales);
+        let pieces: Vec<Stored<'_>> =
+            pieces.map(|((chunk, first), scales)| chunk.rows(*first, scales)).collect::<Result<_, _>>()?;
+        let (keys, values) = (&mut self.keys[layer as usize], &mut self.values[layer as usize]);
+        Ok(place(keys, values, slots, None, &pieces, rotation)?)
     }
 
     /// Rotated keys and values at these slots of a layer, `[slots, kv_heads, head_dim]` each.

@@ -3,6 +3,7 @@
 //! It knows encodings; what slots the rows go to, and rotation, are the cache's business.
 
 use bytes::Bytes;
+use kvsplice_kernels::place::{self, Stored};
 use kvsplice_kernels::quantize::{self, Format, Shape};
 use kvsplice_kv::{Encoding, KvLayout, Part};
 use tch::{Kind, Tensor};
@@ -34,9 +35,7 @@ impl StoredLayer {
         }
         let tokens = tokens as u32;
         let mut bytes = vec![0; layout.layer_bytes(tokens)];
-        for (tensor, part, scales) in
-            [(keys, Part::Keys, Part::KeyScales), (values, Part::Values, Part::ValueScales)]
-        {
+        for (tensor, part, scales) in [(keys, Part::Keys, Part::KeyScales), (values, Part::Values, Part::ValueScales)] {
             let place = layout.part_range(part, tokens);
             match format(layout.encoding) {
                 Err(kind) => copy(&tensor.f_to_kind(kind)?, &mut bytes[place])?,
@@ -57,52 +56,71 @@ impl StoredLayer {
         Ok(Self { layout, tokens, bytes: bytes.into() })
     }
 
-    /// Rows from `first` on: keys in f32 (to be rotated) and values, each `[rows, kv_heads, head_dim]`. Fails when the bytes
-    /// do not fit the layout.
-    pub(crate) fn tensors(&self, first: u32) -> Result<(Tensor, Tensor), Error> {
+    /// Scales of keys and of values; none unless the encoding has them. Fails when the bytes do not fit the layout.
+    pub(crate) fn scales(&self) -> Result<Scales, Error> {
         let Self { layout, tokens, bytes } = self;
-        if bytes.len() != layout.layer_bytes(*tokens) || first > *tokens {
+        if bytes.len() != layout.layer_bytes(*tokens) {
             let found = bytes.len();
-            return Err(Error::Argument(format!(
-                "a stored layer of {found} bytes is not {tokens} tokens of {layout} from token {first} on"
-            )));
+            return Err(Error::Argument(format!("a stored layer of {found} bytes is not {tokens} tokens of {layout}")));
         }
-        let rows = i64::from(tokens - first);
-        let shape = [rows, i64::from(layout.kv_heads), i64::from(layout.head_dim)];
-        let part = |part: Part| {
-            let range = layout.part_range(part, *tokens);
-            let skipped = if part.by_token() { first as usize * layout.row_bytes(part) } else { 0 };
-            &bytes[range.start + skipped..range.end]
+        let floats = |part| {
+            let numbers = bytes[layout.part_range(part, *tokens)].as_chunks().0;
+            numbers.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
         };
+        Ok(Scales { keys: floats(Part::KeyScales), values: floats(Part::ValueScales) })
+    }
+
+    /// Rows from `first` on, with the scales that [`StoredLayer::scales`] gave.
+    pub(crate) fn rows<'a>(&'a self, first: u32, scales: &'a Scales) -> Result<Stored<'a>, Error> {
+        let Self { layout, tokens, bytes } = self;
+        if first > *tokens {
+            return Err(Error::Argument(format!("token {first} of a chunk of {tokens}")));
+        }
+        let part = |part| {
+            let range = layout.part_range(part, *tokens);
+            &bytes[range.start + first as usize * layout.row_bytes(part)..range.end]
+        };
+        Ok(Stored {
+            encoding: match format(layout.encoding) {
+                Ok(format) => place::Encoding::Quantized(format),
+                Err(Kind::Float) => place::Encoding::F32,
+                Err(_) => place::Encoding::Bf16,
+            },
+            tokens: *tokens as usize,
+            rows: first as usize..*tokens as usize,
+            keys: part(Part::Keys),
+            values: part(Part::Values),
+            key_scales: &scales.keys,
+            value_scales: &scales.values,
+        })
+    }
+
+    /// Keys in f32 (to be rotated) and values, each `[tokens, kv_heads, head_dim]`. Fails when the bytes do not fit the
+    /// layout.
+    pub(crate) fn tensors(&self) -> Result<(Tensor, Tensor), Error> {
+        let Self { layout, tokens, .. } = self;
+        let shape = [i64::from(*tokens), i64::from(layout.kv_heads), i64::from(layout.head_dim)];
+        let scales = self.scales()?;
+        let stored = self.rows(0, &scales)?;
         match format(layout.encoding) {
             Err(kind) => {
-                let keys = Tensor::f_from_data_size(part(Part::Keys), &shape, kind)?.f_to_kind(Kind::Float)?;
-                Ok((keys, Tensor::f_from_data_size(part(Part::Values), &shape, kind)?))
+                let keys = Tensor::f_from_data_size(stored.keys, &shape, kind)?.f_to_kind(Kind::Float)?;
+                Ok((keys, Tensor::f_from_data_size(stored.values, &shape, kind)?))
             }
             Ok(format) => {
-                let rows = first as usize..*tokens as usize;
-                let mut numbers = vec![0f32; rows.len() * layout.kv_heads as usize * layout.head_dim as usize];
+                let mut numbers = vec![0f32; stored.rows.len() * layout.kv_heads as usize * layout.head_dim as usize];
                 let whole = quantized(layout, *tokens);
-                let scales = floats(part(Part::KeyScales));
-                quantize::decode_keys(format, part(Part::Keys), &scales, whole, rows.clone(), &mut numbers)?;
+                quantize::decode_keys(format, stored.keys, &scales.keys, whole, stored.rows.clone(), &mut numbers)?;
                 let keys = Tensor::f_from_slice(&numbers)?.f_view(shape)?;
-                let range = layout.part_range(Part::ValueScales, *tokens);
-                let scales = floats(&bytes[range]);
-                quantize::decode_values(format, part(Part::Values), &scales, whole, rows, &mut numbers)?;
+                quantize::decode_values(format, stored.values, &scales.values, whole, stored.rows, &mut numbers)?;
                 Ok((keys, Tensor::f_from_slice(&numbers)?.f_view(shape)?))
             }
         }
     }
 
-    /// Rows of several chunks one after another, as [`StoredLayer::tensors`] gives them; `None` for no chunk. Encodings may
-    /// differ. `chunks`: each with its first row.
-    pub(crate) fn join<'a>(
-        chunks: impl IntoIterator<Item = (&'a Self, u32)>,
-    ) -> Result<Option<(Tensor, Tensor)>, Error> {
-        let mut pieces = Vec::new();
-        for (chunk, first) in chunks {
-            pieces.push(chunk.tensors(first)?);
-        }
+    /// Several chunks one after another, as [`StoredLayer::tensors`] gives them; `None` for no chunk. Encodings may differ.
+    pub(crate) fn join<'a>(chunks: impl IntoIterator<Item = &'a Self>) -> Result<Option<(Tensor, Tensor)>, Error> {
+        let mut pieces = chunks.into_iter().map(Self::tensors).collect::<Result<Vec<_>, _>>()?;
         if pieces.len() <= 1 {
             return Ok(pieces.pop());
         }
@@ -114,6 +132,12 @@ impl StoredLayer {
         }
         Ok(Some((Tensor::f_cat(&keys, 0)?, Tensor::f_cat(&values, 0)?)))
     }
+}
+
+/// Scales out of a stored layer, which need not be aligned there.
+pub(crate) struct Scales {
+    keys: Vec<f32>,
+    values: Vec<f32>,
 }
 
 /// How the kernels name a quantized encoding; the library's type for any other.
@@ -134,10 +158,6 @@ fn quantized(layout: &KvLayout, tokens: u32) -> Shape {
 fn copy(tensor: &Tensor, to: &mut [u8]) -> Result<(), Error> {
     let tensor = tensor.f_contiguous()?;
     Ok(tensor.f_copy_data_u8(to, tensor.numel())?)
-}
-
-fn floats(bytes: &[u8]) -> Vec<f32> {
-    bytes.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
 }
 
 #[cfg(test)]
@@ -165,11 +185,17 @@ mod tests {
     #[test]
     fn what_is_encoded_is_read_back_within_the_encodings_step() {
         // Numbers of a normal distribution stay below 5; a step is at most that over the greatest code, or 2⁻⁴ of a number.
-        let bounds = [(Encoding::F32, 0.0), (Encoding::Bf16, 0.02), (Encoding::Int8, 0.02), (Encoding::Fp8, 0.3), (Encoding::Int4, 0.36)];
+        let bounds = [
+            (Encoding::F32, 0.0),
+            (Encoding::Bf16, 0.02),
+            (Encoding::Int8, 0.02),
+            (Encoding::Fp8, 0.3),
+            (Encoding::Int4, 0.36),
+        ];
         for (encoding, bound) in bounds {
             for tokens in [1, 63, 64, 65, 200] {
                 let (keys, values, stored) = stored(encoding, tokens);
-                let (got_keys, got_values) = stored.tensors(0).unwrap();
+                let (got_keys, got_values) = stored.tensors().unwrap();
                 assert!(error(&got_keys, &keys) <= bound, "{encoding}: keys {}", error(&got_keys, &keys));
                 assert!(error(&got_values, &values) <= bound, "{encoding}: values {}", error(&got_values, &values));
             }
@@ -177,29 +203,14 @@ mod tests {
     }
 
     #[test]
-    fn rows_from_any_token_on_are_the_same_rows() {
-        for encoding in Encoding::ALL {
-            let (_, _, stored) = stored(encoding, 130);
-            let (all_keys, all_values) = stored.tensors(0).unwrap();
-            for first in [1, 63, 64, 100, 130] {
-                let (keys, values) = stored.tensors(first).unwrap();
-                let rows = 130 - i64::from(first);
-                assert!(keys.equal(&all_keys.narrow(0, i64::from(first), rows)), "{encoding} from {first}");
-                assert!(values.equal(&all_values.narrow(0, i64::from(first), rows)), "{encoding} from {first}");
-            }
-            assert!(stored.tensors(131).is_err());
-        }
-    }
-
-    #[test]
     fn chunks_of_several_encodings_join() {
         let chunks: Vec<StoredLayer> = Encoding::ALL.iter().map(|&encoding| stored(encoding, 70).2).collect();
-        let (keys, values) = StoredLayer::join(chunks.iter().map(|chunk| (chunk, 3))).unwrap().unwrap();
-        assert_eq!((keys.size(), values.size()), (vec![5 * 67, 2, 16], vec![5 * 67, 2, 16]));
+        let (keys, values) = StoredLayer::join(&chunks).unwrap().unwrap();
+        assert_eq!((keys.size(), values.size()), (vec![5 * 70, 2, 16], vec![5 * 70, 2, 16]));
         for (index, chunk) in chunks.iter().enumerate() {
-            let (own_keys, own_values) = chunk.tensors(3).unwrap();
-            assert!(keys.narrow(0, index as i64 * 67, 67).equal(&own_keys));
-            assert!(values.narrow(0, index as i64 * 67, 67).equal(&own_values.to_kind(Kind::Float)));
+            let (own_keys, own_values) = chunk.tensors().unwrap();
+            assert!(keys.narrow(0, index as i64 * 70, 70).equal(&own_keys));
+            assert!(values.narrow(0, index as i64 * 70, 70).equal(&own_values.to_kind(Kind::Float)));
         }
         assert!(StoredLayer::join([]).unwrap().is_none());
     }
@@ -207,8 +218,8 @@ mod tests {
     #[test]
     fn bytes_that_do_not_fit_are_refused() {
         let (keys, values, stored) = stored(Encoding::Int8, 70);
-        assert!(StoredLayer { tokens: 71, ..stored.clone() }.tensors(0).is_err());
-        assert!(StoredLayer { bytes: stored.bytes.slice(1..), ..stored.clone() }.tensors(0).is_err());
+        assert!(StoredLayer { tokens: 71, ..stored.clone() }.tensors().is_err());
+        assert!(StoredLayer { bytes: stored.bytes.slice(1..), ..stored.clone() }.tensors().is_err());
         assert!(StoredLayer::encode(stored.layout, &keys, &values.narrow(0, 0, 69)).is_err());
         let infinite = keys.fill(f64::INFINITY);
         assert!(StoredLayer::encode(stored.layout, &infinite, &values).is_err());
