@@ -1,12 +1,14 @@
 //! One request in hand: what has been loaded, which rows are known, how far computation is.
 
+mod weigh;
+
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvsplice_kv::options::Strategy;
 use kvsplice_kv::receipt::Source;
-use kvsplice_kv::{ChunkId, RowRanges, Variant};
+use kvsplice_kv::{ChunkId, KvLayout, RowRanges, Variant};
 use kvsplice_model::encode::ChunkKv;
 use kvsplice_model::stored::StoredLayer;
 use kvsplice_proto::v1;
@@ -93,6 +95,14 @@ pub(crate) struct Active {
     loaders: Vec<AbortHandle>,
     /// Where each loader hears which rows need not come.
     skips: Vec<oneshot::Sender<Skips>>,
+    /// Rows that need not come, by place in the load.
+    skipped: Skips,
+    /// When loading began.
+    started: Instant,
+    /// Layers that should have come before the first is computed while others have work.
+    preload: u32,
+    /// Of the model's chunks; each is stored in its own encoding.
+    layout: KvLayout,
     layers: u32,
 }
 
@@ -111,9 +121,10 @@ impl Active {
         events: Events,
         text: Text,
         beginning: Beginning,
-        layers: u32,
+        layout: KvLayout,
         token_bytes: u64,
     ) -> Self {
+        let layers = layout.layers;
         let parts = request.parts.iter().map(|part| {
             let held = beginning.tokens() >= part.slots.end;
             let (source, reason) =
@@ -147,6 +158,10 @@ impl Active {
             request: Arc::new(request),
             events,
             text,
+            skipped: Skips::new(),
+            started: Instant::now(),
+            preload: 1,
+            layout,
             layers,
         }
     }
@@ -185,8 +200,11 @@ impl Active {
             Loaded::Layer { chunk, layer, stored, source, bytes } => {
                 for (user, &part) in self.users[chunk].iter().enumerate() {
                     let part = &mut self.parts[part];
-                    part.layers[layer as usize] = Some(stored.clone());
                     part.arrived += 1;
+                    if !part.cached {
+                        continue;
+                    }
+                    part.layers[layer as usize] = Some(stored.clone());
                     // A chunk may come from several tiers: the slowest one says where it came from.
                     part.outcome.source = if layer == 0 { source } else { slower(part.outcome.source, source) };
                     part.outcome.bytes += if user == 0 { bytes } else { 0 };
@@ -195,6 +213,9 @@ impl Active {
             Loaded::Failed { chunk, reason, service_down } => {
                 for &part in &self.users[chunk] {
                     let part = &mut self.parts[part];
+                    if !part.cached {
+                        continue;
+                    }
                     part.outcome.reason.clone_from(&reason);
                     if service_down && !started {
                         part.cached = false;
@@ -220,6 +241,10 @@ impl Active {
         if self.rows_complete {
             return Err(crate::Error::Request("rows after the last Rows message".to_owned()));
         }
+        if !matches!(self.stage, Stage::Waiting) {
+            // It went ahead without any chunk to load: every token is a row.
+            return Ok(());
+        }
         self.rows = self.rows.union(rows);
         if complete_below >= self.request.tokens() - self.request.targets.len() as u32 {
             self.rows_complete = true;
@@ -229,6 +254,7 @@ impl Active {
                 // One that has everything already does not listen.
                 drop(loader.send(skips.clone()));
             }
+            self.skipped = skips;
         }
         Ok(())
     }
@@ -286,7 +312,8 @@ impl Active {
                 Some(layer) => layer,
                 None => return State::Prefill,
             },
-            Stage::Waiting if self.rows_complete && self.admitted => 0,
+            // Without a chunk to load, every token is a row.
+            Stage::Waiting if self.admitted && (self.rows_complete || !self.loads_chunks()) => 0,
             Stage::Waiting => return State::Waiting,
         };
         if self.repair.is_some() {
@@ -302,7 +329,22 @@ impl Active {
             }
             state = State::Waiting;
         }
-        state
+        let early = matches!(self.stage, Stage::Waiting) && self.resident() < self.preload;
+        if early && state == State::Prefill { State::Early } else { state }
+    }
+
+    /// Whether any chunk is placed rather than computed.
+    fn loads_chunks(&self) -> bool {
+        let parts = self.request.parts.iter().zip(&self.parts);
+        parts
+            .into_iter()
+            .any(|(part, kv)| part.kind == Kind::Chunk && (kv.cached || kv.outcome.source == Source::Device))
+    }
+
+    /// Layers of which everything has come that is placed.
+    fn resident(&self) -> u32 {
+        let placed = (0..self.parts.len()).filter(|&part| self.needs(part));
+        placed.map(|part| self.parts[part].arrived).min().unwrap_or(self.layers)
     }
 
     /// Takes the next repair in hand: the part and how far its encoding is.
@@ -315,11 +357,8 @@ impl Active {
         let part = failed.map(|(index, _)| index)?;
         let prompt_part = &self.request.parts[part];
         let prefix = if prompt_part.behind_prefix { self.request.prefix_ids().to_vec() } else { Vec::new() };
-        let batch = Batch {
-            prefix_ids: prefix,
-            chunks: vec![prompt_part.ids.clone()],
-            encoding: prompt_part.variant.encoding,
-        };
+        let batch =
+            Batch { prefix_ids: prefix, chunks: vec![prompt_part.ids.clone()], encoding: prompt_part.variant.encoding };
         self.repair = Some((part, None));
         Some((part, Pass::Waiting(batch)))
     }

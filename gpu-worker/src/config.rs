@@ -28,6 +28,8 @@ pub struct Config {
     pub cache_connections: u32,
     /// Map chunks that the cache service has in files of this host, instead of having them sent.
     pub map_files: bool,
+    /// Compute a chunk instead of loading it where that is faster, as far as measured speeds tell.
+    pub plan_loads: bool,
     /// Seconds that one call of the cache service may take.
     pub cache_deadline_s: u64,
     /// Seconds that a request may take when the caller sets no deadline.
@@ -47,6 +49,7 @@ impl Default for Config {
             beginning_policy: Policy::default(),
             cache_connections: 1,
             map_files: true,
+            plan_loads: true,
             cache_deadline_s: 60,
             deadline_s: 600,
             grace_s: 30,

@@ -6,8 +6,9 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use kvsplice_kv::Variant;
 use kvsplice_model::decoder::SLICE_ROWS;
 use kvsplice_model::encode::layout;
 use kvsplice_model::{Compute, Model};
@@ -23,6 +24,7 @@ use crate::encode::{Call, store};
 use crate::handle::{Command, Handle, Load};
 use crate::keep::keep;
 use crate::load::{Loaded, Loader, Wanted};
+use crate::pace::{Cost, Pace, measure};
 use crate::pass::{Encoded, Prefixes};
 use crate::placing::Placing;
 use crate::prefill::{Prefill, Step};
@@ -34,6 +36,8 @@ use crate::{Config, Error};
 
 /// Rows of a prefill slice while other requests generate: their tokens wait for one slice at most.
 const SHARED_SLICE_ROWS: usize = 160;
+/// While a plan may change with time, it is made anew this often.
+const DECIDE_EVERY: Duration = Duration::from_millis(10);
 /// Encoded batches that may wait for the cache service.
 const STORING_BATCHES: usize = 2;
 
@@ -51,6 +55,9 @@ pub(crate) struct Engine {
     commands: mpsc::WeakSender<Command>,
     load: Arc<Load>,
     next_id: u64,
+    plan_loads: bool,
+    /// None where loads are not planned.
+    pace: Option<Pace>,
     model: Model,
     compute: Compute,
     cache: CacheClient,
@@ -72,6 +79,8 @@ impl Engine {
             commands: handle.downgrade(),
             load: Arc::clone(&handle.load),
             next_id: 0,
+            plan_loads: config.plan_loads,
+            pace: None,
             model,
             compute,
             cache: loader.client(),
@@ -81,6 +90,9 @@ impl Engine {
 
     /// Runs until the last handle is gone.
     pub(crate) async fn run(mut self, mut inbox: mpsc::Receiver<Command>) {
+        if self.plan_loads {
+            self.measure().await;
+        }
         loop {
             while let Ok(command) = inbox.try_recv() {
                 self.apply(command);
@@ -88,6 +100,7 @@ impl Engine {
             self.active.retain(|request| !request.gone());
             self.encodes.retain(|call| !call.events.is_closed());
             self.admit();
+            let undecided = self.weigh();
             let states: Vec<State> = self.active.iter().map(Active::state).collect();
             let encode_ready =
                 self.storing.available_permits() > 0 && self.encodes.front_mut().is_some_and(Call::prepare);
@@ -96,12 +109,36 @@ impl Engine {
                 Some(Unit::Prefill(index)) => self.prefill(index).await,
                 Some(Unit::Repair(index)) => self.repair(index).await,
                 Some(Unit::Encode) => self.encode().await,
+                None if undecided => match tokio::time::timeout(DECIDE_EVERY, inbox.recv()).await {
+                    Ok(Some(command)) => self.apply(command),
+                    Ok(None) => return,
+                    Err(_) => {}
+                },
                 None => match inbox.recv().await {
                     Some(command) => self.apply(command),
                     None => return,
                 },
             }
         }
+    }
+
+    /// Measures the speed of computing, which every plan needs.
+    async fn measure(&mut self) {
+        let model = self.model.clone();
+        let measured = self.compute.run(move || model.with_decoder(measure)).await;
+        match measured {
+            Ok(Ok(compute)) => self.pace = Some(Pace::new(Cost::of(&self.model.config), compute)),
+            Ok(Err(error)) | Err(error) => warn!(%error, "loads are not planned: computing cannot be measured"),
+        }
+    }
+
+    /// Decides for the request that is next to compute whether its chunks are loaded. Whether that may change with time.
+    fn weigh(&mut self) -> bool {
+        let Some(pace) = &self.pace else { return false };
+        let next = self.active.iter_mut().find(|request| !matches!(request.stage, Stage::Decode(_)));
+        let Some(next) = next.filter(|request| request.undecided()) else { return false };
+        next.weigh(pace);
+        true
     }
 
     fn apply(&mut self, command: Command) {
@@ -149,7 +186,8 @@ impl Engine {
         let text = Text::new(&self.model.tokenizer, request.sampling.stop.clone());
         let id = self.next_id;
         let beginning = self.beginnings.find(&request);
-        let mut active = Active::new(id, request, events, text, beginning, config.layers, token_bytes);
+        let chunks = layout(config, request.variant.encoding);
+        let mut active = Active::new(id, request, events, text, beginning, chunks, token_bytes);
         if active.kv_bytes > self.kv_budget {
             return Err(Error::Busy(format!(
                 "the request needs {} bytes of KV, the limit is {}",
@@ -256,7 +294,10 @@ impl Engine {
                 active.compute += elapsed;
                 active.stage = Stage::Prefill(prefill);
             }
-            Ok((Ok(Computed::Done(result)), _)) => self.through(index, *result),
+            Ok((Ok(Computed::Done(result)), elapsed)) => {
+                self.active[index].compute += elapsed;
+                self.through(index, *result);
+            }
             Ok((Err(error), _)) | Err(error) => self.fail(index, Error::Model(error).into()),
         }
     }
@@ -266,6 +307,9 @@ impl Engine {
         let Through { computed, scores, logits, sequence, captured } = result;
         let active = &mut self.active[index];
         active.computed(computed);
+        if let Some(pace) = &mut self.pace {
+            active.tell_pace(pace);
+        }
         if !captured.is_empty() {
             let request = Arc::clone(&active.request);
             let storing = keep(self.cache.clone(), &self.model, request, self.dtype(), captured);
@@ -380,7 +424,8 @@ impl Engine {
                 let active = &mut self.active[index];
                 let (Some(kv), Some(key)) = (encoded.pop(), active.request.parts[part].key.clone()) else { return };
                 active.repaired(part, &kv);
-                let (cache, variant, dtype) = (self.cache.clone(), active.request.variant, self.dtype());
+                let variant = Variant::clean(kv.layout.encoding);
+                let (cache, dtype) = (self.cache.clone(), self.dtype());
                 tokio::spawn(async move {
                     if let Err(status) = store(&cache, &key, variant, dtype, kv).await {
                         warn!(chunk = %key.id().short(), error = status.message(), "a repaired chunk is not stored");

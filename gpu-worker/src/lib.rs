@@ -20,8 +20,11 @@ mod guide;
 mod handle;
 mod keep;
 pub mod load;
+mod pace;
 mod pass;
+
 mod placing;
+mod planner;
 mod prefill;
 mod prompt;
 mod receipt;
@@ -37,8 +40,8 @@ mod tree;
 use std::future::Future;
 
 use kvsplice_model::{Compute, Model};
-use kvsplice_proto::v1::worker_server::WorkerServer;
 use kvsplice_proto::server;
+use kvsplice_proto::v1::worker_server::WorkerServer;
 use tokio::net::TcpListener;
 use tracing::info;
 

@@ -13,6 +13,8 @@ pub(crate) enum State {
     Waiting,
     /// One of its chunks must be encoded anew before it can go on.
     Repair,
+    /// The first layer could run, but would soon wait for one that is still being loaded.
+    Early,
     /// The next slice of rows can run.
     Prefill,
     /// Generates.
@@ -57,8 +59,10 @@ impl Schedule {
         let prefill = states.iter().enumerate().find_map(|(index, state)| match state {
             State::Prefill => Some(Unit::Prefill(index)),
             State::Repair => Some(Unit::Repair(index)),
-            State::Waiting | State::Decode => None,
+            State::Waiting | State::Early | State::Decode => None,
         });
+        let early = || states.iter().position(|state| *state == State::Early).map(Unit::Prefill);
+        let prefill = prefill.or_else(early);
         let patient = now.duration_since(self.encoded_at) < ENCODE_PATIENCE;
         let unit = match prefill {
             Some(unit) if patient || !encode_ready => Some(unit),
@@ -78,7 +82,7 @@ impl Schedule {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use State::{Decode, Prefill, Repair, Waiting};
+    use State::{Decode, Early, Prefill, Repair, Waiting};
 
     #[test]
     fn decoding_alternates_with_prefill() {
@@ -97,6 +101,14 @@ mod tests {
         let mut schedule = Schedule::new(now);
         assert_eq!(schedule.next(&[Waiting, Repair, Prefill], false, now), Some(Unit::Repair(1)));
         assert_eq!(schedule.next(&[Waiting, Waiting], false, now), None);
+    }
+
+    #[test]
+    fn a_request_that_would_wait_for_its_load_lets_others_go_first() {
+        let now = Instant::now();
+        let mut schedule = Schedule::new(now);
+        assert_eq!(schedule.next(&[Early, Waiting, Prefill], false, now), Some(Unit::Prefill(2)));
+        assert_eq!(schedule.next(&[Early, Waiting], false, now), Some(Unit::Prefill(0)));
     }
 
     #[test]

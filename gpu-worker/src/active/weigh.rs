@@ -1,0 +1,139 @@
+//! What the planner is told of a request, and what becomes of its plan.
+
+use kvsplice_kv::RowRanges;
+use kvsplice_kv::options::Strategy;
+use kvsplice_kv::receipt::Source;
+
+use super::{Active, Stage};
+use crate::pace::{Cost, Pace};
+use crate::planner::{Candidate, Plan, Situation, plan};
+
+/// A load of fewer bytes, and of less time, says more about latency than about speed.
+const TELLING_BYTES: f64 = (4 << 20) as f64;
+const TELLING_SECONDS: f64 = 0.5;
+
+impl Active {
+    /// Whether it may still be decided to compute chunks. Never once the first layer has begun; nor where a chunk's tokens
+    /// stand elsewhere than at their slots: beside such chunks there is no place for a computed one.
+    pub(crate) fn undecided(&self) -> bool {
+        let request = &self.request;
+        matches!(self.stage, Stage::Waiting)
+            && self.admitted
+            && request.options.strategy != Strategy::Ape
+            && request.parts.iter().all(|part| part.first_position == part.slots.start)
+            && self.parts.iter().any(|part| part.cached && part.failed.is_none())
+    }
+
+    /// Compares loading with computing, and takes the faster for each chunk.
+    pub(crate) fn weigh(&mut self, pace: &Pace) {
+        let places: Vec<usize> = (0..self.users.len()).filter(|&place| self.is_open(place)).collect();
+        let situation = Situation {
+            elapsed: self.started.elapsed().as_secs_f64(),
+            chunks: places.iter().map(|&place| self.candidate(place, &pace.cost)).collect(),
+            rest: pace.cost.rows(&self.unloaded()),
+            compute: pace.compute(),
+            link: pace.link(),
+            layers: self.layers,
+        };
+        let plan = plan(&situation);
+        self.preload = plan.preload;
+        self.compute_instead(&plan, &places);
+    }
+
+    /// Tells how fast this prompt was computed and loaded.
+    pub(crate) fn tell_pace(&self, pace: &mut Pace) {
+        let options = &self.request.options;
+        // Rows that go on from layer to layer take what is counted; those that a selector of the worker drops do not.
+        let stays = !matches!(options.strategy, Strategy::Blend | Strategy::Guided) && options.early_stop.window == 0;
+        if stays && !self.request.capture {
+            pace.computed(pace.cost.rows(&self.computed.rows), self.compute);
+        }
+        if let Some((bytes, seconds)) = self.link() {
+            pace.loaded(bytes, seconds);
+        }
+    }
+
+    /// What came over the link, and in how many seconds, if that says something about its speed.
+    fn link(&self) -> Option<(f64, f64)> {
+        let bytes: f64 = (0..self.users.len()).map(|place| self.bytes(place) * self.arrived_share(place)).sum();
+        let seconds = match self.timeline.load_end {
+            Some(end) => (end - self.timeline.received) / 1e3,
+            None => self.started.elapsed().as_secs_f64(),
+        };
+        (bytes >= TELLING_BYTES || (!self.users.is_empty() && seconds >= TELLING_SECONDS)).then_some((bytes, seconds))
+    }
+
+    /// Whether the chunk at this place of the load is to be loaded.
+    fn is_open(&self, place: usize) -> bool {
+        self.users[place].iter().all(|&part| self.parts[part].cached && self.parts[part].failed.is_none())
+    }
+
+    fn candidate(&self, place: usize, cost: &Cost) -> Candidate {
+        let bytes = self.bytes(place);
+        let (mut selected, mut whole) = (0.0, 0.0);
+        let options = &self.request.options;
+        // Selectors of the worker, and a head that has not answered yet, will name this share.
+        let expected = match options.strategy {
+            Strategy::Blend | Strategy::Guided => Some(options.ratio),
+            Strategy::Clip if !self.rows_complete => Some(options.ratio),
+            _ => None,
+        };
+        for &part in &self.users[place] {
+            let slots = self.request.parts[part].slots.clone();
+            let all = cost.rows(&RowRanges::from_range(slots.clone()));
+            whole += all;
+            selected += match expected {
+                Some(ratio) => f64::from(ratio) * all,
+                None => cost.rows(&self.rows.intersection(&RowRanges::from_range(slots))),
+            };
+        }
+        let first = self.users[place].iter().all(|&part| self.parts[part].layers.first().is_some_and(Option::is_some));
+        Candidate { bytes, arrived: bytes * self.arrived_share(place), begun: first, selected, whole }
+    }
+
+    /// Bytes that the chunk at this place takes, skipped rows left out.
+    fn bytes(&self, place: usize) -> f64 {
+        let Some(&part) = self.users[place].first() else { return 0.0 };
+        let part = &self.request.parts[part];
+        let tokens = part.ids.len() as u32;
+        let skipped = self.skipped.get(&place).map_or(0, RowRanges::len) as f64 / f64::from(tokens.max(1));
+        let layout = kvsplice_kv::KvLayout { encoding: part.variant.encoding, ..self.layout };
+        layout.layer_bytes(tokens) as f64 * f64::from(self.layers) * (1.0 - skipped)
+    }
+
+    fn arrived_share(&self, place: usize) -> f64 {
+        let arrived = self.users[place].iter().map(|&part| self.parts[part].arrived).min();
+        f64::from(arrived.unwrap_or(0)) / f64::from(self.layers.max(1))
+    }
+
+    /// Slots that are computed whatever is decided.
+    fn unloaded(&self) -> RowRanges {
+        let parts = self.request.parts.iter().zip(&self.parts).filter(|(_, kv)| !kv.cached || kv.failed.is_some());
+        let slots = RowRanges::from_ranges(parts.map(|(part, _)| part.slots.clone()));
+        slots.intersection(&RowRanges::from_range(self.beginning.tokens()..self.request.tokens()))
+    }
+
+    /// The plan's chunks are rows now. What still comes of them is not used, but it tells how fast the link is.
+    fn compute_instead(&mut self, plan: &Plan, places: &[usize]) {
+        let (load, fresh) = plan.seconds;
+        for &place in plan.fresh.iter().filter_map(|&index| places.get(index)) {
+            for &part in &self.users[place] {
+                let part = &mut self.parts[part];
+                part.cached = false;
+                part.layers.fill(None);
+                part.outcome.source = Source::Fresh;
+                part.outcome.reason =
+                    format!("slow: the prompt takes {load:.2} s with every chunk loaded, {fresh:.2} s as planned");
+            }
+        }
+        if !plan.fresh.is_empty() {
+            tracing::info!(
+                request = self.id,
+                chunks = plan.fresh.len(),
+                load,
+                fresh,
+                "chunks are computed, not loaded"
+            );
+        }
+    }
+}
