@@ -7,6 +7,7 @@ mod faults;
 mod files;
 mod fuzz;
 mod lifecycle;
+mod mapped;
 mod s3;
 mod storm;
 mod support;
