@@ -37,8 +37,8 @@ mod tree;
 use std::future::Future;
 
 use kvsplice_model::{Compute, Model};
-use kvsplice_proto::v1::worker_server::WorkerServer;
 use kvsplice_proto::server;
+use kvsplice_proto::v1::worker_server::WorkerServer;
 use tokio::net::TcpListener;
 use tracing::info;
 

@@ -96,7 +96,8 @@ impl Loader {
     /// [`client::Error`] for a bad address.
     pub fn new(address: &str, connections: u32, map_files: bool, deadline: Duration) -> Result<Self, client::Error> {
         let connect = |_| Ok(CacheClient::new(client::channel(address)?, deadline));
-        let connections: Vec<CacheClient> = (0..connections.max(1)).map(connect).collect::<Result<_, client::Error>>()?;
+        let connections: Vec<CacheClient> =
+            (0..connections.max(1)).map(connect).collect::<Result<_, client::Error>>()?;
         Ok(Self { connections: connections.into(), files: map_files.then(Arc::default) })
     }
 

@@ -175,7 +175,10 @@ impl Cache for Peer {
         Err(Status::unimplemented("not scripted"))
     }
 
-    async fn collect_orphans(&self, _: Request<v1::CollectOrphansRequest>) -> Result<Response<v1::CollectOrphansResponse>, Status> {
+    async fn collect_orphans(
+        &self,
+        _: Request<v1::CollectOrphansRequest>,
+    ) -> Result<Response<v1::CollectOrphansResponse>, Status> {
         Err(Status::unimplemented("not scripted"))
     }
 
@@ -275,7 +278,10 @@ impl Fixture {
         assert!(got.failed.is_empty(), "{:?}", got.failed);
         assert_eq!(got.layers.len(), self.chunks.len() * LAYOUT.layers as usize);
         for ((chunk, layer), bytes) in &got.layers {
-            assert!(*bytes == self.chunks[*chunk].1[LAYOUT.layer_range(*layer, TOKENS)], "chunk {chunk}, layer {layer}");
+            assert!(
+                *bytes == self.chunks[*chunk].1[LAYOUT.layer_range(*layer, TOKENS)],
+                "chunk {chunk}, layer {layer}"
+            );
         }
     }
 
@@ -323,7 +329,11 @@ async fn files_that_cannot_be_opened_are_asked_for_once_and_sent() {
         assert!(asked[1..].iter().all(|(mapped, again, _)| !mapped && *again));
         let before = fixture.asked().len();
         fixture.assert_whole(&fixture.load(None).await);
-        assert_eq!(fixture.asked()[before..].iter().map(|asked| asked.0).collect::<Vec<_>>(), [false], "not at once again");
+        assert_eq!(
+            fixture.asked()[before..].iter().map(|asked| asked.0).collect::<Vec<_>>(),
+            [false],
+            "not at once again"
+        );
     }
 }
 

@@ -104,8 +104,12 @@ async fn what_a_file_holds_is_what_the_stream_sends() {
         got.assert_is(&chunks[place as usize]);
     }
     let some = Want { layers: vec![0, 1, 5], ..mapped(&ids[..1]) };
-    let named: Vec<u32> =
-        frames(&server, some).await.iter().flat_map(|frame| layers(&chunks[0], frame)).map(|(layer, _)| layer).collect();
+    let named: Vec<u32> = frames(&server, some)
+        .await
+        .iter()
+        .flat_map(|frame| layers(&chunks[0], frame))
+        .map(|(layer, _)| layer)
+        .collect();
     assert_eq!(named, [0, 1, 5]);
     server.stop().await;
 }
@@ -192,8 +196,12 @@ async fn a_file_that_rots_after_it_was_verified_is_seen_by_the_caller_and_then_b
     frames(&server, mapped(&[chunk.id])).await;
     flip(&file(folder.path(), chunk.id), chunk.object.len() - chunk.layers[0].len() - 20);
     let named = frames(&server, mapped(&[chunk.id])).await;
-    let bad: Vec<u32> =
-        named.iter().flat_map(|frame| layers(&chunk, frame)).filter(|(_, read)| read.is_err()).map(|(layer, _)| layer).collect();
+    let bad: Vec<u32> = named
+        .iter()
+        .flat_map(|frame| layers(&chunk, frame))
+        .filter(|(_, read)| read.is_err())
+        .map(|(layer, _)| layer)
+        .collect();
     assert_eq!(bad, [4]);
     assert_eq!(lookups(&server, "mapped/refused").await, 0);
     // Memory holds what was put, whatever became of the file; then the file is verified again before it is named.
@@ -213,7 +221,8 @@ async fn some_heads_are_cut_out_of_every_row() {
     let got = &get(&server.client, wanted).await.unwrap()[&0];
     for (layer, parts) in &got.layers {
         let head = |row: &[u8], head: usize| row[head * 256..(head + 1) * 256].to_vec();
-        let expected: Vec<u8> = chunk.layers[*layer as usize].chunks(2048).flat_map(|row| [head(row, 1), head(row, 6)].concat()).collect();
+        let expected: Vec<u8> =
+            chunk.layers[*layer as usize].chunks(2048).flat_map(|row| [head(row, 1), head(row, 6)].concat()).collect();
         assert!(parts.concat() == expected, "layer {layer}");
     }
     assert_eq!(got.layers.len(), 3);

@@ -36,7 +36,12 @@ impl Open {
 }
 
 /// Adds a frame to its layer; returns the layer's bytes once every row that is needed has come.
-pub(super) fn accept(chunk: &mut Open, tokens: u32, layout: &KvLayout, frame: &v1::Frame) -> Result<Option<Bytes>, String> {
+pub(super) fn accept(
+    chunk: &mut Open,
+    tokens: u32,
+    layout: &KvLayout,
+    frame: &v1::Frame,
+) -> Result<Option<Bytes>, String> {
     let misfit = || format!("foreign: a frame of {} rows and {} bytes does not fit", frame.rows, frame.data.len());
     let part = convert::part(frame).map_err(|error| format!("foreign: {error}"))?;
     let row_bytes = layout.row_bytes(part);
