@@ -6,6 +6,7 @@ mod disk;
 mod faults;
 mod files;
 mod fuzz;
+mod kept;
 mod lifecycle;
 mod mapped;
 mod s3;
