@@ -34,6 +34,8 @@ pub(crate) const FRAMES: usize = 4;
 const STREAM_BYTES: usize = 32 << 20;
 /// Bytes of one read, if more than one layer is read at once.
 const READ_BYTES: usize = 4 << 20;
+/// Bytes being read of later layers while a chunk's first layer is still being read: it needs the processors and the disk more.
+const LATER_BYTES: usize = 2 << 20;
 /// Reads under way, a stream.
 const READS: usize = 64;
 /// What a read is taken for before the chunk's layout is known.
@@ -131,6 +133,8 @@ struct Step {
     index: usize,
     /// What the read was taken for.
     bytes: usize,
+    /// Whether it is the chunk's first.
+    first: bool,
     /// None when the caller dropped the chunk meanwhile.
     result: Option<ReadResult>,
 }
@@ -150,6 +154,9 @@ struct Sender {
     waiting: BinaryHeap<Reverse<(u32, usize)>>,
     reading: FuturesUnordered<BoxFuture<'static, Step>>,
     reading_bytes: usize,
+    /// Those of chunks of which a layer is there already, and how many reads are chunks' first.
+    later_bytes: usize,
+    first_reads: usize,
     /// (layer, index) → what to send, lowest first.
     ready: BTreeMap<(u32, usize), Ready>,
     ready_bytes: usize,
@@ -243,6 +250,8 @@ impl Sender {
             waiting,
             reading: FuturesUnordered::new(),
             reading_bytes: 0,
+            later_bytes: 0,
+            first_reads: 0,
             ready: BTreeMap::new(),
             ready_bytes: 0,
             sending: None,
@@ -263,18 +272,33 @@ impl Sender {
             if held > 0 && held + bytes > STREAM_BYTES {
                 return;
             }
+            let first = chunk.done == 0;
+            if !first && self.first_reads > 0 && self.later_bytes > 0 && self.later_bytes + bytes > LATER_BYTES {
+                return;
+            }
             self.waiting.pop();
             let (handle, registration) = AbortHandle::new_pair();
             chunk.read = Some(handle);
             let read = chunk.read(self.fetcher.clone(), self.heads.clone());
-            let step = Abortable::new(read, registration).map(move |result| Step { index, bytes, result: result.ok() });
+            let step =
+                Abortable::new(read, registration).map(move |result| Step { index, bytes, first, result: result.ok() });
             self.reading.push(step.boxed());
             self.reading_bytes += bytes;
+            if first {
+                self.first_reads += 1;
+            } else {
+                self.later_bytes += bytes;
+            }
         }
     }
 
     fn finish_read(&mut self, step: Step) {
         self.reading_bytes -= step.bytes;
+        if step.first {
+            self.first_reads -= 1;
+        } else {
+            self.later_bytes -= step.bytes;
+        }
         let Some(chunk) = self.chunks.get_mut(step.index) else { return };
         chunk.read = None;
         let Some(result) = step.result.filter(|_| !chunk.dropped) else { return };

@@ -7,8 +7,9 @@ use std::time::Duration;
 use bytes::Bytes;
 use kvsplice_cache_service::Config;
 use kvsplice_kv::ChunkId;
+use kvsplice_proto::mmap::{self, Mapped};
+use kvsplice_proto::v1;
 use kvsplice_proto::v1::{Frame, Mapping, Want};
-use kvsplice_proto::{mmap, v1};
 use object_store::memory::InMemory;
 use tempfile::TempDir;
 
@@ -58,11 +59,11 @@ async fn frames(server: &Server, want: Want) -> Vec<Frame> {
 fn layers(chunk: &Chunk, frame: &Frame) -> Vec<(u32, Result<Bytes, mmap::Error>)> {
     let mapping: &Mapping = frame.mapping.as_ref().expect("a file is named");
     assert!(frame.data.is_empty() && frame.error.is_empty());
-    let file = mmap::map(mapping).unwrap();
-    assert_eq!(file.len(), chunk.object.len());
+    let file = Mapped::open(mapping).unwrap();
+    assert_eq!(file.bytes().len(), chunk.object.len());
     let bytes = chunk.layers[0].len();
     let start = |layer: u32| mapping.header_bytes as usize + layer as usize * bytes;
-    let read = |(layer, crc): (u32, &u32)| (layer, mmap::layer(&file, mapping, start(layer)..start(layer + 1), *crc));
+    let read = |(layer, crc): (u32, &u32)| (layer, file.layer(start(layer)..start(layer + 1), *crc));
     (frame.layer..).zip(&mapping.layer_crc32c).map(read).collect()
 }
 
@@ -158,11 +159,12 @@ async fn a_file_of_the_disk_tier_is_named_and_outlives_its_removal() {
     let path = folder.path().join(&id[..2]).join(format!("{id}-{VARIANT}.safetensors"));
     eventually("it is whole", || path.exists()).await;
     let frames = frames(&server, mapped(&[chunk.id])).await;
-    let files: Vec<Bytes> = frames.iter().map(|frame| mmap::map(frame.mapping.as_ref().unwrap()).unwrap()).collect();
+    let map = |frame: &Frame| Mapped::open(frame.mapping.as_ref().unwrap()).unwrap();
+    let files: Vec<Mapped> = frames.iter().map(map).collect();
     server.client.delete(&[chunk.id], &[]).await.unwrap();
     assert!(!path.exists());
     for file in files {
-        assert!(file == chunk.object, "what is mapped stays");
+        assert!(*file.bytes() == chunk.object, "what is mapped stays");
     }
     assert!(frames.iter().all(|frame| frame.source == "disk"));
     let got = get(&server.client, mapped(&[chunk.id])).await.unwrap();

@@ -25,7 +25,8 @@ pub(super) async fn measure(bed: &Bed) -> anyhow::Result<Vec<Figure>> {
     let disk_dir = bed.folder("disk");
     let config = Config {
         store: "memory://bench".into(),
-        memory_bytes: 1 << 20,
+        // For headers; of the layers it holds next to nothing.
+        memory_bytes: 4 << 20,
         disk_bytes: 2 * bed.kv_bytes() as u64 + (64 << 20),
         disk_dir: disk_dir.clone(),
         ..Config::default()

@@ -45,6 +45,7 @@ pub(super) async fn measure(bed: &Bed) -> anyhow::Result<Vec<Figure>> {
         processor.push(load.processor_seconds / gigabytes);
     }
     service.stop().await?;
+    std::fs::remove_dir_all(bed.folder("store"))?;
     let value = Spread::of(&rates);
     Ok(vec![Figure {
         name: "mapped",
