@@ -5,7 +5,7 @@ SHELL := /bin/bash
 export KVSPLICE_HOME ?= $(HOME)/.cache/kvsplice
 CARGO_DENY_VERSION := 0.20.2
 
-.PHONY: demo test storm check build models setup libtorch python fmt clippy features doc deny clean-demo
+.PHONY: demo test storm check build models setup libtorch python fmt clippy features doc fuzz deny clean-demo
 
 demo: models
 	@deploy/demo.sh
@@ -18,7 +18,7 @@ storm: setup
 	KVSPLICE_FAULTS=10000 cargo test --release -p kvsplice-cache-service storm -- --nocapture
 	KVSPLICE_FAULTS=10000 cargo test --release -p kvsplice-tests --test storm -- --nocapture
 
-check: fmt clippy features doc test deny
+check: fmt clippy features doc test fuzz deny
 
 build: libtorch
 	cargo build --release -p kvsplice
@@ -49,6 +49,10 @@ features:
 
 doc: libtorch
 	RUSTDOCFLAGS="-D warnings" cargo doc --release --workspace --no-deps
+
+# A minute of hostile bytes for the parser of chunk objects; prints its seed, which KVSPLICE_FUZZ_SEED repeats.
+fuzz: libtorch
+	KVSPLICE_FUZZ_SECONDS=60 cargo test --release -p kvsplice-cache-service --test suite fuzz:: -- --nocapture
 
 deny:
 	@deploy/cargo-deny.sh $(CARGO_DENY_VERSION)

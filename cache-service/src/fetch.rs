@@ -250,8 +250,9 @@ impl Fetcher {
             }
         }
         let work = Work { object, first, epoch: self.disk.epoch() };
-        if let Some(bytes) = self.disk.read(object, first, claims.len()).await {
-            let Verified { layers, failure } = verify(object.clone(), first, bytes).await.map_err(Attempt::Missed)?;
+        if let Some(apart) = self.disk.read(object, first, claims.len()).await {
+            let verified = verify(object.clone(), first, Bytes::new(), apart).await;
+            let Verified { layers, failure } = verified.map_err(Attempt::Missed)?;
             if let Some(error) = failure {
                 self.disk.discard(&object.key, error).await;
             }
@@ -300,7 +301,7 @@ impl Fetcher {
                 });
             }
         };
-        let verified = verify(object.clone(), first, bytes).await.map_err(Attempt::Missed)?;
+        let verified = verify(object.clone(), first, bytes, Vec::new()).await.map_err(Attempt::Missed)?;
         if let Some(error) = &verified.failure {
             self.store.count_fault(error);
         }
@@ -370,24 +371,31 @@ pub(crate) struct Verified {
     pub(crate) failure: Option<object::Error>,
 }
 
-/// Hashes and cuts; off the async threads, for it may take milliseconds.
-pub(crate) async fn verify(object: Arc<Object>, first: u32, bytes: Bytes) -> Result<Verified, Miss> {
+/// Hashes layers that were read in one piece, which is cut, or apart; off the async threads, for it may take milliseconds.
+pub(crate) async fn verify(
+    object: Arc<Object>,
+    first: u32,
+    joined: Bytes,
+    apart: Vec<Bytes>,
+) -> Result<Verified, Miss> {
     let work = move || {
         let header = &object.header;
         let mut verified = Verified { layers: Vec::new(), failure: None };
         let layer_bytes = header.layer_bytes();
-        let whole = bytes.len() == layer_bytes;
-        for (number, piece) in (first..).zip(bytes.chunks(layer_bytes)) {
-            if let Err(error) = header.verify_layer(number, piece) {
+        let cut = (0..joined.len()).step_by(layer_bytes.max(1));
+        let cut = cut.map(|start| joined.slice(start..joined.len().min(start + layer_bytes)));
+        let (got, whole) = (joined.len(), joined.len() == layer_bytes);
+        for (number, piece) in (first..).zip(cut.chain(apart)) {
+            if let Err(error) = header.verify_layer(number, &piece) {
                 verified.failure = Some(error);
                 break;
             }
             // A slice would keep the bytes of its neighbors alive: the tier would hold more than it counts.
-            let bytes = if whole { bytes.clone() } else { Bytes::copy_from_slice(piece) };
+            let bytes = if whole || got == 0 { piece } else { Bytes::copy_from_slice(&piece) };
             verified.layers.push(Layer { digest: header.layer_digests[number as usize], bytes });
         }
         if verified.layers.is_empty() && verified.failure.is_none() {
-            verified.failure = Some(object::Error::Truncated { got: bytes.len(), need: layer_bytes });
+            verified.failure = Some(object::Error::Truncated { got, need: layer_bytes });
         }
         verified
     };

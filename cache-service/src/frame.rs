@@ -46,7 +46,11 @@ impl Frames {
     pub(crate) fn new(place: u32, loaded: Loaded, layout: &KvLayout, tokens: u32, skip: &RowRanges) -> Self {
         let wanted = remaining(tokens as usize, skip);
         let piece = |&part: &Part| {
-            let ranges = if part.by_token() { wanted.clone() } else { remaining(part.rows(tokens) as usize, &RowRanges::default()) };
+            let ranges = if part.by_token() {
+                wanted.clone()
+            } else {
+                remaining(part.rows(tokens) as usize, &RowRanges::default())
+            };
             let next = (0, ranges.first().map_or(0, |range| range.start));
             let start = layout.part_range(part, tokens).start;
             Piece { part, start, row_bytes: layout.row_bytes(part), ranges, next }

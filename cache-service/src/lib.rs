@@ -14,6 +14,7 @@ mod eviction;
 mod fetch;
 mod frame;
 mod gc;
+mod heads;
 mod kept;
 mod lookups;
 mod mapping;

@@ -85,7 +85,8 @@ impl Maps {
             if let Some(known) = known.filter(|known| known.identity == identity && known.path == path_text) {
                 return Some(known);
             }
-            let found = check_file(file, &key).inspect_err(|fault| debug!(chunk = %key.chunk, ?fault, "not mapped")).ok()?;
+            let found =
+                check_file(file, &key).inspect_err(|fault| debug!(chunk = %key.chunk, ?fault, "not mapped")).ok()?;
             let sums = vec![None; found.header.layer_digests.len()];
             let object = Arc::new(Object { key, header: found.header, origin: Origin::Disk });
             Some(Arc::new(Mapped { object, path: path_text.to_owned(), identity, tier, sums: Mutex::new(sums) }))
@@ -129,7 +130,12 @@ impl Mapped {
         let sums = self.sums.lock().unwrap_or_else(PoisonError::into_inner);
         let first = layers.first().copied().unwrap_or(0);
         let known = |layer: &u32| sums.get(*layer as usize).copied().flatten();
-        layers.iter().zip(first..).take_while(|&(layer, next)| *layer == next).map_while(|(layer, _)| known(layer)).collect()
+        layers
+            .iter()
+            .zip(first..)
+            .take_while(|&(layer, next)| *layer == next)
+            .map_while(|(layer, _)| known(layer))
+            .collect()
     }
 
     /// Reads and verifies `count` layers from `first` on; their sums, or nothing if one is not as it was written.

@@ -26,7 +26,7 @@ use crate::fetch::{Fetcher, Loaded, Miss};
 use crate::frame::{self, Frames};
 use crate::mapping::{Mapped, Sums};
 use crate::tier::{Object, ObjectKey};
-use crate::{Error, service};
+use crate::{Error, heads, service};
 
 /// Frames on their way to the transport.
 pub(crate) const FRAMES: usize = 4;
@@ -34,6 +34,8 @@ pub(crate) const FRAMES: usize = 4;
 const STREAM_BYTES: usize = 32 << 20;
 /// Bytes of one read, if more than one layer is read at once.
 const READ_BYTES: usize = 4 << 20;
+/// Bytes being read of later layers while a chunk's first layer is still being read: it needs the processors and the disk more.
+const LATER_BYTES: usize = 2 << 20;
 /// Reads under way, a stream.
 const READS: usize = 64;
 /// What a read is taken for before the chunk's layout is known.
@@ -49,6 +51,8 @@ pub(crate) struct Wanted {
     places: u32,
     /// Ascending; empty for all.
     layers: Vec<u32>,
+    /// KV heads, ascending; empty for all.
+    heads: Arc<[u32]>,
     /// Whether the caller may be able to map files.
     mapped: bool,
     unmappable: bool,
@@ -60,10 +64,7 @@ impl TryFrom<Want> for Wanted {
     fn try_from(want: Want) -> Result<Self, Error> {
         service::check_count("want.chunks", want.chunks.len())?;
         service::check_count("want.layers", want.layers.len())?;
-        if !want.kv_heads.is_empty() {
-            let detail = "must be empty: single heads are not served".to_owned();
-            return Err(Error::Request { field: "want.kv_heads", detail });
-        }
+        service::check_count("want.kv_heads", want.kv_heads.len())?;
         let variant: Variant = convert::variant("want.variant", &want.variant)?;
         let mut seen: HashSet<ChunkId> = HashSet::new();
         let mut chunks = Vec::new();
@@ -76,8 +77,13 @@ impl TryFrom<Want> for Wanted {
         let mut layers = want.layers;
         layers.sort_unstable();
         layers.dedup();
-        let (mapped, unmappable) = (want.mapped && !want.unmappable, want.unmappable);
-        Ok(Self { chunks, places: want.chunks.len() as u32, layers, mapped, unmappable })
+        let mut heads = want.kv_heads;
+        heads.sort_unstable();
+        heads.dedup();
+        // Some heads of a file are no layer whose checksum is known.
+        let mapped = want.mapped && !want.unmappable && heads.is_empty();
+        let places = want.chunks.len() as u32;
+        Ok(Self { chunks, places, layers, heads: heads.into(), mapped, unmappable: want.unmappable })
     }
 }
 
@@ -127,6 +133,8 @@ struct Step {
     index: usize,
     /// What the read was taken for.
     bytes: usize,
+    /// Whether it is the chunk's first.
+    first: bool,
     /// None when the caller dropped the chunk meanwhile.
     result: Option<ReadResult>,
 }
@@ -141,10 +149,14 @@ struct Sender {
     fetcher: Arc<Fetcher>,
     chunks: Vec<Chunk>,
     all_layers: bool,
+    heads: Arc<[u32]>,
     /// (next layer, index), lowest first.
     waiting: BinaryHeap<Reverse<(u32, usize)>>,
     reading: FuturesUnordered<BoxFuture<'static, Step>>,
     reading_bytes: usize,
+    /// Those of chunks of which a layer is there already, and how many reads are chunks' first.
+    later_bytes: usize,
+    first_reads: usize,
     /// (layer, index) → what to send, lowest first.
     ready: BTreeMap<(u32, usize), Ready>,
     ready_bytes: usize,
@@ -234,9 +246,12 @@ impl Sender {
             fetcher,
             chunks,
             all_layers,
+            heads: wanted.heads,
             waiting,
             reading: FuturesUnordered::new(),
             reading_bytes: 0,
+            later_bytes: 0,
+            first_reads: 0,
             ready: BTreeMap::new(),
             ready_bytes: 0,
             sending: None,
@@ -257,18 +272,33 @@ impl Sender {
             if held > 0 && held + bytes > STREAM_BYTES {
                 return;
             }
+            let first = chunk.done == 0;
+            if !first && self.first_reads > 0 && self.later_bytes > 0 && self.later_bytes + bytes > LATER_BYTES {
+                return;
+            }
             self.waiting.pop();
             let (handle, registration) = AbortHandle::new_pair();
             chunk.read = Some(handle);
-            let read = chunk.read(self.fetcher.clone());
-            let step = Abortable::new(read, registration).map(move |result| Step { index, bytes, result: result.ok() });
+            let read = chunk.read(self.fetcher.clone(), self.heads.clone());
+            let step =
+                Abortable::new(read, registration).map(move |result| Step { index, bytes, first, result: result.ok() });
             self.reading.push(step.boxed());
             self.reading_bytes += bytes;
+            if first {
+                self.first_reads += 1;
+            } else {
+                self.later_bytes += bytes;
+            }
         }
     }
 
     fn finish_read(&mut self, step: Step) {
         self.reading_bytes -= step.bytes;
+        if step.first {
+            self.first_reads -= 1;
+        } else {
+            self.later_bytes -= step.bytes;
+        }
         let Some(chunk) = self.chunks.get_mut(step.index) else { return };
         chunk.read = None;
         let Some(result) = step.result.filter(|_| !chunk.dropped) else { return };
@@ -343,7 +373,9 @@ impl Sender {
             let (from_layer, rows) = &chunk.skip;
             let skip = if layer < *from_layer { &nothing } else { rows };
             let header = &object.header;
-            let frames = Frames::new(chunk.place, loaded, &header.layout, header.tokens, skip).peekable();
+            // It was checked when the layer was read.
+            let layout = heads::layout(&header.layout, &self.heads).unwrap_or(header.layout);
+            let frames = Frames::new(chunk.place, loaded, &layout, header.tokens, skip).peekable();
             self.sending = Some((index, bytes, frames));
             return Some(());
         }
@@ -399,6 +431,16 @@ impl Sender {
     }
 }
 
+/// Cuts the wanted heads out of layers; off the async threads, for it copies them.
+async fn pick_heads(object: Arc<Object>, loaded: Vec<Loaded>, heads: Arc<[u32]>) -> Result<Vec<Loaded>, Miss> {
+    let pick = move |loaded: Loaded| {
+        let bytes = heads::pick(&loaded.bytes, &object.header.layout, object.header.tokens, &heads);
+        Loaded { bytes, ..loaded }
+    };
+    let work = move || loaded.into_iter().map(pick).collect();
+    tokio::task::spawn_blocking(work).await.map_err(|error| Miss::Store(format!("cut heads out of a layer: {error}")))
+}
+
 impl Chunk {
     /// The layers that the next read may cover: without a gap, and of at most [`READ_BYTES`] unless it is one.
     fn next_layers(&self) -> Vec<u32> {
@@ -415,7 +457,7 @@ impl Chunk {
     }
 
     /// Reads the next layers, or finds out in which file the caller can.
-    fn read(&mut self, fetcher: Arc<Fetcher>) -> impl Future<Output = ReadResult> + Send + 'static {
+    fn read(&mut self, fetcher: Arc<Fetcher>, heads: Arc<[u32]>) -> impl Future<Output = ReadResult> + Send + 'static {
         let (key, file, object, layers) = (self.key, self.file.clone(), self.object.clone(), self.next_layers());
         let rest = match &file {
             InFile::No => Vec::new(),
@@ -440,7 +482,9 @@ impl Chunk {
                 Some(object) => object,
                 None => fetcher.object(&key).await?,
             };
+            heads::layout(&object.header.layout, &heads)?;
             let loaded = fetcher.layers(&object, &layers).await?;
+            let loaded = if heads.is_empty() { loaded } else { pick_heads(object.clone(), loaded, heads).await? };
             Ok(Found::Layers(object, loaded))
         }
     }
@@ -452,4 +496,3 @@ impl Chunk {
         }
     }
 }
-

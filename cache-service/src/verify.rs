@@ -63,7 +63,7 @@ async fn check(fetcher: &Fetcher, key: &ObjectKey) -> Result<u64, Miss> {
         let last = (first + (step as u32 - 1)).min(header.layout.layers - 1);
         let range = header.layer_range(first).start..header.layer_range(last).end;
         let bytes = fetcher.store.range(&object_path(key), e_tag, range).await?;
-        let Verified { failure, .. } = fetch::verify(object.clone(), first, bytes).await?;
+        let Verified { failure, .. } = fetch::verify(object.clone(), first, bytes, Vec::new()).await?;
         if let Some(error) = failure {
             fetcher.store.count_fault(&error);
             return Err(error.into());

@@ -15,7 +15,7 @@ use kvsplice_proto::v1;
 use serde_json::json;
 use tonic::Status;
 
-use crate::failure::{data, refused, usage};
+use crate::failure::{data, refused};
 use crate::flags::{ConfigFlags, ServerFlags};
 use crate::roles::Role;
 use crate::session::Session;
@@ -80,7 +80,7 @@ pub(crate) enum Command {
         #[command(flatten)]
         common: Common,
     },
-    /// Protects chunks from eviction and removal until unpinned or the cache service restarts
+    /// Protects chunks from eviction and removal until unpinned
     #[command(after_help = "Example: kvsplice cache pin 6f0c...e1 --server 127.0.0.1:7402")]
     Pin(Pins),
     /// Takes pins away
@@ -125,9 +125,6 @@ pub(crate) async fn run(command: Command) -> anyhow::Result<()> {
         return output::line(config.to_toml()?.trim_end());
     }
     let _telemetry = telemetry::start(config.log.as_deref().unwrap_or("warn"), config.otlp.as_deref())?;
-    if matches!(command, Command::Pin(_) | Command::Unpin(_)) && common.server.server.is_none() {
-        return Err(usage("pins live as long as a cache service: name a running one with --server HOST:PORT"));
-    }
     let session = session::open(&common.server, config, &[Role::Cache]).await?;
     let view = View { cache: session.cache(common.server.timeout()), session: &session, json: common.json };
     let result = match command {
@@ -163,6 +160,7 @@ impl View<'_> {
     async fn stats(&self) -> anyhow::Result<()> {
         let stats = self.cache.stats().await.map_err(|status| self.refused(status))?;
         let lookups: BTreeMap<_, _> = stats.lookups.into_iter().collect();
+        let costs: BTreeMap<_, _> = stats.encode_us_per_token.into_iter().collect();
         if self.json {
             let tier = |tier: &v1::Tier| json!({"name": tier.name, "bytes": tier.bytes, "limit_bytes": tier.limit_bytes, "entries": tier.entries});
             return output::json(&json!({
@@ -172,6 +170,7 @@ impl View<'_> {
                 "leases": stats.leases,
                 "pins": stats.pins,
                 "lookups": lookups,
+                "encode_us_per_token": costs,
             }));
         }
         output::line(format_args!("store {}, {} leases, {} pins", stats.store, stats.leases, stats.pins))?;
@@ -185,6 +184,9 @@ impl View<'_> {
         }
         for (result, count) in lookups {
             output::line(format_args!("lookups {result}: {count}"))?;
+        }
+        for (model, cost) in costs {
+            output::line(format_args!("model {model}: {cost:.1} µs a token to compute, as measured"))?;
         }
         Ok(())
     }

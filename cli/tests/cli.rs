@@ -70,7 +70,6 @@ fn wrong_usage_is_code_64_and_names_the_value() {
         (&["cache", "gc", "--older-than", "soon"], "--older-than"),
         (&["cache", "pin"], "ID"),
         (&["cache", "pin", "12xy"], "12xy"),
-        (&["cache", "pin", ID], "--server"),
     ];
     for (arguments, part) in cases {
         let line = fails(arguments, 64);

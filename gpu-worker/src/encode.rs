@@ -1,6 +1,7 @@
 //! Encode calls: chunks that wait, the batch that is computed, and objects on their way to the cache service.
 
 use std::collections::VecDeque;
+use std::time::Duration;
 
 use bytes::Bytes;
 use kvsplice_kv::{ChunkKey, Variant, object};
@@ -28,6 +29,8 @@ pub(crate) struct Call {
     pub(crate) events: mpsc::Sender<Result<v1::EncodeEvent, Status>>,
     /// The batch in hand.
     pub(crate) running: Option<(Vec<Chunk>, Pass)>,
+    /// What computing it has taken so far.
+    pub(crate) spent: Duration,
 }
 
 impl Call {
@@ -42,23 +45,31 @@ impl Call {
                 encoding: self.variant.encoding,
             };
             self.running = Some((chunks, Pass::Waiting(batch)));
+            self.spent = Duration::ZERO;
         }
         self.running.is_some()
     }
 }
 
-/// Stores one chunk's KV. Returns what was stored and whether this call created it.
+/// Microseconds a token that a batch took; the cache service goes by it when it evicts.
+pub(crate) fn us_per_token(spent: Duration, encoded: &[ChunkKv]) -> f64 {
+    let tokens: u64 = encoded.iter().map(|kv| u64::from(kv.tokens)).sum();
+    spent.as_secs_f64() * 1e6 / tokens.max(1) as f64
+}
+
+/// Stores one chunk's KV; `us_per_token` is what computing it took, 0 for unknown. Returns what was stored and whether this call created it.
 pub(crate) async fn store(
     cache: &CacheClient,
     key: &ChunkKey,
     variant: Variant,
     dtype: Dtype,
     kv: ChunkKv,
+    us_per_token: f64,
 ) -> Result<v1::EncodeEvent, Status> {
     let id = key.id();
     let written = object::write(key, &kv.layout, variant, kv.tokens, &dtype.to_string(), &kv.layers);
     let object = Bytes::from(written.map_err(|error| Status::internal(error.to_string()))?);
     let bytes = object.len() as u64;
-    let created = cache.put_chunk(id, variant, object).await?;
+    let created = cache.put_computed_chunk(id, variant, object, us_per_token).await?;
     Ok(v1::EncodeEvent { chunk: id.to_string(), created, bytes })
 }

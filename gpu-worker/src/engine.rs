@@ -20,7 +20,7 @@ use tracing::{Instrument, Span, debug, info, warn};
 use crate::active::{Active, Event, Events, Stage};
 use crate::beginning::Beginnings;
 use crate::decode::step;
-use crate::encode::{Call, store};
+use crate::encode::{Call, store, us_per_token};
 use crate::handle::{Command, Handle, Load};
 use crate::keep::keep;
 use crate::load::{Loaded, Loader, Wanted};
@@ -427,7 +427,7 @@ impl Engine {
                 let variant = Variant::clean(kv.layout.encoding);
                 let (cache, dtype) = (self.cache.clone(), self.dtype());
                 tokio::spawn(async move {
-                    if let Err(status) = store(&cache, &key, variant, dtype, kv).await {
+                    if let Err(status) = store(&cache, &key, variant, dtype, kv, 0.0).await {
                         warn!(chunk = %key.id().short(), error = status.message(), "a repaired chunk is not stored");
                     }
                 });
@@ -440,19 +440,22 @@ impl Engine {
         let Some(mut call) = self.encodes.pop_front() else { return };
         let Some((chunks, pass)) = call.running.take() else { return };
         let (model, prefixes) = (self.model.clone(), self.prefixes.clone());
-        let outcome = self.compute.run(move || model.with_decoder(|decoder| pass.advance(decoder, &prefixes)));
-        match outcome.await {
+        let started = Instant::now();
+        let outcome = self.compute.run(move || model.with_decoder(|decoder| pass.advance(decoder, &prefixes))).await;
+        call.spent += started.elapsed();
+        match outcome {
             Ok(Ok(Encoded::More(pass))) => {
                 call.running = Some((chunks, pass));
                 self.encodes.push_front(call);
             }
             Ok(Ok(Encoded::Done(encoded))) => {
+                let us_per_token = us_per_token(call.spent, &encoded);
                 let permit = Arc::clone(&self.storing).try_acquire_owned();
                 let (cache, variant, dtype) = (self.cache.clone(), call.variant, self.dtype());
                 let (events, commands) = (call.events.clone(), self.commands.clone());
                 tokio::spawn(async move {
                     for (chunk, kv) in chunks.into_iter().zip(encoded) {
-                        let stored = store(&cache, &chunk.key, variant, dtype, kv).await;
+                        let stored = store(&cache, &chunk.key, variant, dtype, kv, us_per_token).await;
                         let failed = stored.is_err();
                         if events.send(stored).await.is_err() || failed {
                             break;

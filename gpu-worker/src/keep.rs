@@ -64,7 +64,7 @@ async fn put(
     chunk: Captured,
     record: &Capture,
 ) -> Result<(), Status> {
-    store(cache, key, record.variant, dtype, chunk.kv).await?;
+    store(cache, key, record.variant, dtype, chunk.kv, 0.0).await?;
     let json = record.to_json().map_err(|error| Status::internal(error.to_string()))?;
     cache.put_record(&record.key(), json).await?;
     Ok(())

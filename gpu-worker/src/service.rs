@@ -138,7 +138,8 @@ impl Worker for Service {
             }
         }
         if !waiting.is_empty() {
-            let call = Call { prefix_ids: message.prefix_ids, waiting, variant, events, running: None };
+            let call =
+                Call { prefix_ids: message.prefix_ids, waiting, variant, events, running: None, spent: Duration::ZERO };
             self.engine.encode(call).await?;
         }
         Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))

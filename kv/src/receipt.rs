@@ -51,7 +51,8 @@ pub struct ChunkReceipt {
     pub source: Source,
     /// Why it was repaired or fresh; empty else.
     pub reason: String,
-    /// Bytes of KV received for it.
+    /// Bytes of KV received for it over the wire: none of what was mapped from a file of the same host, whose source is the
+    /// tier that holds the file.
     pub bytes: u64,
 }
 

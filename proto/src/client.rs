@@ -8,7 +8,7 @@ use std::time::Duration;
 use tonic::transport::{Channel, Endpoint};
 
 use crate::context;
-use crate::server::WINDOW_BYTES;
+use crate::server::{FRAME_BYTES, WINDOW_BYTES};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
@@ -43,6 +43,8 @@ pub fn channel(address: &str) -> Result<Channel, Error> {
     Ok(endpoint
         .connect_timeout(CONNECT_TIMEOUT)
         .tcp_nodelay(true)
+        // Else a message of 1 MiB comes in frames of 16 KiB.
+        .max_frame_size(FRAME_BYTES as u32)
         .initial_stream_window_size(WINDOW_BYTES)
         .initial_connection_window_size(WINDOW_BYTES)
         .http2_keep_alive_interval(KEEPALIVE_INTERVAL)

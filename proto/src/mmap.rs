@@ -7,9 +7,10 @@ use std::fs::{File, Metadata};
 use std::io;
 use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
+use std::sync::Arc;
 
 use bytes::Bytes;
-use memmap2::Mmap;
+use memmap2::{Advice, Mmap};
 
 use crate::v1;
 
@@ -72,20 +73,68 @@ impl Identity {
     }
 }
 
-/// Maps the whole file that `mapping` names, without reading it.
-///
-/// # Errors
-/// [`Error::Open`] when it cannot be had here, [`Error::OtherFile`] when it is not the one that was meant.
-pub fn map(mapping: &v1::Mapping) -> Result<Bytes, Error> {
-    let path = || mapping.path.clone();
-    let opened = File::open(&mapping.path).and_then(|file| file.metadata().map(|meta| (file, meta)));
-    let (file, meta) = opened.map_err(|source| Error::Open { path: path(), source })?;
-    let v1::Mapping { device, inode, size, modified_ns, .. } = *mapping;
-    if !meta.is_file() || Identity::of(&meta) != (Identity { device, inode, size, modified_ns }) {
-        return Err(Error::OtherFile { path: path() });
+/// A mapped file.
+#[derive(Clone, Debug)]
+pub struct Mapped {
+    path: String,
+    map: Arc<Mmap>,
+    bytes: Bytes,
+}
+
+/// What [`Bytes`] hold on to.
+struct Owner(Arc<Mmap>);
+
+impl AsRef<[u8]> for Owner {
+    fn as_ref(&self) -> &[u8] {
+        &self.0
     }
-    let mapped = map_file(&file).map_err(|source| Error::Open { path: path(), source })?;
-    Ok(Bytes::from_owner(mapped))
+}
+
+impl Mapped {
+    /// Maps the whole file that `mapping` names, without reading it.
+    ///
+    /// # Errors
+    /// [`Error::Open`] when it cannot be had here, [`Error::OtherFile`] when it is not the one that was meant.
+    pub fn open(mapping: &v1::Mapping) -> Result<Self, Error> {
+        let path = || mapping.path.clone();
+        let opened = File::open(&mapping.path).and_then(|file| file.metadata().map(|meta| (file, meta)));
+        let (file, meta) = opened.map_err(|source| Error::Open { path: path(), source })?;
+        let v1::Mapping { device, inode, size, modified_ns, .. } = *mapping;
+        if !meta.is_file() || Identity::of(&meta) != (Identity { device, inode, size, modified_ns }) {
+            return Err(Error::OtherFile { path: path() });
+        }
+        let map = Arc::new(map_file(&file).map_err(|source| Error::Open { path: path(), source })?);
+        Ok(Self { path: path(), bytes: Bytes::from_owner(Owner(map.clone())), map })
+    }
+
+    /// The whole file, unchecked.
+    pub fn bytes(&self) -> &Bytes {
+        &self.bytes
+    }
+
+    /// Lets the system read a part of the file ahead. Does not wait.
+    pub fn read_ahead(&self, range: &Range<usize>) {
+        if range.start < range.end && range.end <= self.bytes.len() {
+            // Only a hint: a system that does not take it reads when the bytes are looked at.
+            let _hint = self.map.advise_range(Advice::WillNeed, range.start, range.len());
+        }
+    }
+
+    /// The bytes at `range`, once they match their CRC-32C. Reads them, hence may block.
+    ///
+    /// # Errors
+    /// [`Error::Outside`] or [`Error::Damaged`].
+    pub fn layer(&self, range: Range<usize>, crc32c: u32) -> Result<Bytes, Error> {
+        if range.start > range.end || range.end > self.bytes.len() {
+            let size = self.bytes.len() as u64;
+            return Err(Error::Outside { path: self.path.clone(), size, end: range.end });
+        }
+        let bytes = self.bytes.slice(range.clone());
+        if crc32c::crc32c(&bytes) != crc32c {
+            return Err(Error::Damaged { path: self.path.clone(), range });
+        }
+        Ok(bytes)
+    }
 }
 
 #[allow(unsafe_code)]
@@ -95,21 +144,6 @@ fn map_file(file: &File) -> io::Result<Mmap> {
     // says that it is one of those. Bytes that change all the same are caught by their checksum, or are a caller's doing
     // that has write access to the service's own folder.
     unsafe { Mmap::map(file) }
-}
-
-/// The bytes at `range` of a mapped file, once they match their CRC-32C. Reads them, hence may block.
-///
-/// # Errors
-/// [`Error::Outside`] or [`Error::Damaged`].
-pub fn layer(file: &Bytes, mapping: &v1::Mapping, range: Range<usize>, crc32c: u32) -> Result<Bytes, Error> {
-    if range.start > range.end || range.end > file.len() {
-        return Err(Error::Outside { path: mapping.path.clone(), size: mapping.size, end: range.end });
-    }
-    let bytes = file.slice(range.clone());
-    if crc32c::crc32c(&bytes) != crc32c {
-        return Err(Error::Damaged { path: mapping.path.clone(), range });
-    }
-    Ok(bytes)
 }
 
 #[cfg(test)]
@@ -136,13 +170,15 @@ mod tests {
         let data: Vec<u8> = (0..100_000u32).map(|i| (i % 251) as u8).collect();
         std::fs::write(&path, &data).unwrap();
         let mapping = named(&path);
-        let file = map(&mapping).unwrap();
+        let file = Mapped::open(&mapping).unwrap();
+        file.read_ahead(&(10..5000));
+        file.read_ahead(&(10..200_000));
         std::fs::remove_file(&path).unwrap();
         let crc = crc32c::crc32c(&data[10..5000]);
-        assert_eq!(layer(&file, &mapping, 10..5000, crc).unwrap(), data[10..5000]);
-        assert!(matches!(layer(&file, &mapping, 10..5000, crc ^ 1), Err(Error::Damaged { .. })));
-        assert!(matches!(layer(&file, &mapping, 10..100_001, crc), Err(Error::Outside { .. })));
-        assert!(matches!(map(&mapping), Err(Error::Open { .. })));
+        assert_eq!(file.layer(10..5000, crc).unwrap(), data[10..5000]);
+        assert!(matches!(file.layer(10..5000, crc ^ 1), Err(Error::Damaged { .. })));
+        assert!(matches!(file.layer(10..100_001, crc), Err(Error::Outside { .. })));
+        assert!(matches!(Mapped::open(&mapping), Err(Error::Open { .. })));
     }
 
     #[test]
@@ -154,11 +190,11 @@ mod tests {
         // Both exist at the same time, so that the inode is another one.
         std::fs::write(folder.path().join("other"), b"two").unwrap();
         std::fs::rename(folder.path().join("other"), &path).unwrap();
-        assert!(matches!(map(&mapping), Err(Error::OtherFile { .. })));
+        assert!(matches!(Mapped::open(&mapping), Err(Error::OtherFile { .. })));
         for wrong in [v1::Mapping { size: 4, ..named(&path) }, v1::Mapping { modified_ns: 0, ..named(&path) }] {
-            assert!(matches!(map(&wrong), Err(Error::OtherFile { .. })));
+            assert!(matches!(Mapped::open(&wrong), Err(Error::OtherFile { .. })));
         }
         let of_folder = named(folder.path());
-        assert!(matches!(map(&of_folder), Err(Error::OtherFile { .. })));
+        assert!(matches!(Mapped::open(&of_folder), Err(Error::OtherFile { .. })));
     }
 }

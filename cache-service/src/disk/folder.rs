@@ -133,16 +133,24 @@ impl Folder {
         check_file(File::open(self.whole(key))?, key)
     }
 
-    /// Reads a range of an object, whole or not.
-    pub(super) fn read(&self, key: &ObjectKey, whole: bool, range: Range<usize>) -> io::Result<Bytes> {
+    /// Reads ranges of an object, whole or not, each into memory of its own.
+    pub(super) fn read(
+        &self,
+        key: &ObjectKey,
+        whole: bool,
+        ranges: impl Iterator<Item = Range<usize>>,
+    ) -> io::Result<Vec<Bytes>> {
         let file = match File::open(if whole { self.whole(key) } else { self.partial(key) }) {
             // Finished since it was looked up.
             Err(error) if error.kind() == ErrorKind::NotFound && !whole => File::open(self.whole(key))?,
             other => other?,
         };
-        let mut bytes = BytesMut::zeroed(range.len());
-        file.read_exact_at(&mut bytes, range.start as u64)?;
-        Ok(bytes.freeze())
+        let read = |range: Range<usize>| {
+            let mut bytes = BytesMut::zeroed(range.len());
+            file.read_exact_at(&mut bytes, range.start as u64)?;
+            Ok(bytes.freeze())
+        };
+        ranges.map(read).collect()
     }
 
     /// Begins an object.

@@ -205,8 +205,8 @@ impl Disk {
         Some(shared.folder.whole(key))
     }
 
-    /// The bytes of layer `first`, and of as many of the `count` layers from it on as are here. Not verified.
-    pub(crate) async fn read(&self, object: &Arc<Object>, first: u32, count: usize) -> Option<Bytes> {
+    /// Layer `first`, and as many of the `count` layers from it on as are here. Not verified.
+    pub(crate) async fn read(&self, object: &Arc<Object>, first: u32, count: usize) -> Option<Vec<Bytes>> {
         let shared = &self.0.as_ref()?.shared;
         let (whole, count) = {
             let index = hold(&shared.index);
@@ -219,8 +219,8 @@ impl Disk {
         let _permit = shared.reads.acquire().await.ok();
         let (reader, object) = (shared.clone(), object.clone());
         let read = move || {
-            let range = object.header.layer_range(first).start..object.header.layer_range(last).end;
-            match reader.folder.read(&object.key, whole, range) {
+            let ranges = (first..=last).map(|layer| object.header.layer_range(layer));
+            match reader.folder.read(&object.key, whole, ranges) {
                 Ok(bytes) => Some(bytes),
                 // Evicted since it was looked up.
                 Err(error) if error.kind() == ErrorKind::NotFound => None,

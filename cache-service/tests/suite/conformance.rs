@@ -247,7 +247,7 @@ async fn bad_requests_are_refused(server: &Server) {
     let wants = [
         v1::Want { chunks: vec!["nonsense".into()], ..want(&[]) },
         v1::Want { variant: "int3-clean-1".into(), ..want(&[id]) },
-        v1::Want { kv_heads: vec![0], ..want(&[id]) },
+        v1::Want { kv_heads: vec![0; 1 << 17], ..want(&[id]) },
     ];
     for bad in wants {
         assert_eq!(get(client, bad).await.unwrap_err().code(), Code::InvalidArgument);

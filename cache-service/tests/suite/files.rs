@@ -154,7 +154,12 @@ async fn an_upload_that_breaks_off_leaves_nothing() {
         let mut client = CacheClient::new(server.channel.clone());
         let call = tokio::spawn(async move { client.put_chunk(ReceiverStream::new(receiver)).await });
         let size = chunk.object.len();
-        let start = PutChunkStart { chunk: chunk.id.to_string(), variant: VARIANT.to_string(), size: size as u64, encode_us_per_token: 0.0 };
+        let start = PutChunkStart {
+            chunk: chunk.id.to_string(),
+            variant: VARIANT.to_string(),
+            size: size as u64,
+            encode_us_per_token: 0.0,
+        };
         messages.send(PutChunkRequest { message: Some(Message::Start(start)) }).await.unwrap();
         for first in (0..size * 3 / 4).step_by(1 << 20) {
             let data = chunk.object.slice(first..size.min(first + (1 << 20)));

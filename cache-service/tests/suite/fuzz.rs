@@ -1,12 +1,12 @@
 //! The object parser on bytes from nowhere and on objects with something changed: it refuses, or accepts just what the writer
-//! makes. Two seconds by default; `KVSPLICE_FUZZ_SECONDS=60` for a minute.
+//! makes. Two seconds by default; `KVSPLICE_FUZZ_SECONDS=60` for a minute (`make fuzz`).
 
 use std::time::{Duration, Instant};
 
 use kvsplice_kv::object::{self, FIRST_READ_BYTES, Header, MAX_HEADER_BYTES};
 use kvsplice_kv::{ChunkKey, Encoding, KvLayout, ModelDigest, Variant};
 use proptest::prelude::*;
-use proptest::test_runner::{Config, TestRunner};
+use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use tonic::Code;
 
 use crate::support::{Server, VARIANT, chunk};
@@ -120,12 +120,24 @@ fn check(bytes: &[u8]) -> Result<bool, TestCaseError> {
     }
 }
 
-/// Runs batches of cases until the time is over; prints the seed of a failure.
+/// The seed of this run: printed, and repeated with `KVSPLICE_FUZZ_SEED`.
+fn seed() -> u64 {
+    let given = std::env::var("KVSPLICE_FUZZ_SEED").ok().and_then(|seed| seed.parse().ok());
+    given.unwrap_or_else(|| std::time::UNIX_EPOCH.elapsed().map_or(1, |age| age.as_nanos() as u64))
+}
+
+/// Runs batches of cases until the time is over; prints the seed first.
 fn run<S: Strategy>(what: &str, time: Duration, strategy: &S, test: impl Fn(S::Value) -> Result<(), TestCaseError>) {
-    let (start, mut cases) = (Instant::now(), 0);
+    let (start, mut cases, seed) = (Instant::now(), 0, seed());
+    println!("{what}: KVSPLICE_FUZZ_SEED={seed}");
+    let mut bytes = [0; 32];
+    bytes[..8].copy_from_slice(&seed.to_le_bytes());
     while cases == 0 || start.elapsed() < time {
         let config = Config { cases: 200, failure_persistence: None, ..Config::default() };
-        TestRunner::new(config).run(strategy, &test).unwrap_or_else(|error| panic!("{what}: {error}"));
+        bytes[8..16].copy_from_slice(&(cases as u64).to_le_bytes());
+        let random = TestRng::from_seed(RngAlgorithm::ChaCha, &bytes);
+        let ran = TestRunner::new_with_rng(config, random).run(strategy, &test);
+        ran.unwrap_or_else(|error| panic!("{what}: {error}"));
         cases += 200;
     }
     println!("{what}: {cases} cases in {:?}", start.elapsed());

@@ -1,5 +1,6 @@
 //! `kvsplice bench`: figures of this machine, with everything needed to repeat them.
 
+mod cache;
 mod flops;
 mod prompt;
 mod ttft;
@@ -20,11 +21,17 @@ enum Which {
         after_help = "Example: kvsplice bench ttft --tokens 4096 --chunk-tokens 256 --question-tokens 32 --ratio 0.2"
     )]
     Ttft(Box<ttft::TtftFlags>),
+    /// What the cache tiers give, each figure beside a ceiling measured in the same run
+    #[command(
+        after_help = "Examples:\n  kvsplice bench cache\n  kvsplice bench cache --only mapped --only disk --temp /srv --json"
+    )]
+    Cache(Box<cache::CacheFlags>),
 }
 
 /// Runs a benchmark.
 pub(crate) async fn run(flags: BenchFlags) -> anyhow::Result<()> {
     match flags.which {
         Which::Ttft(flags) => ttft::run(*flags).await,
+        Which::Cache(flags) => cache::run(*flags).await,
     }
 }

@@ -141,13 +141,18 @@ const RARE: &[&str] = &[
 pub(super) struct Random(pub(super) u64);
 
 impl Random {
-    /// A number below `bound`, which is at least 1.
-    pub(super) fn below(&mut self, bound: usize) -> usize {
+    /// Any number.
+    pub(super) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = self.0;
         mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((mixed ^ (mixed >> 31)) % bound.max(1) as u64) as usize
+        mixed ^ (mixed >> 31)
+    }
+
+    /// A number below `bound`, which is at least 1.
+    pub(super) fn below(&mut self, bound: usize) -> usize {
+        (self.next() % bound.max(1) as u64) as usize
     }
 
     fn rare(&mut self) -> &'static str {

@@ -381,7 +381,7 @@ fn peak_rss_mb() -> f64 {
     kilobytes.unwrap_or(0.0) * 1024.0 / 1e6
 }
 
-fn cpu_name() -> String {
+pub(super) fn cpu_name() -> String {
     let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let names = text.lines().filter(|line| line.starts_with("model name")).filter_map(|line| line.split_once(':'));
     names.map(|(_, name)| name.trim().to_owned()).next().unwrap_or_default()

@@ -11,7 +11,7 @@ use futures::StreamExt;
 use futures::stream::FuturesOrdered;
 use kvsplice_kv::KvLayout;
 use kvsplice_kv::receipt::Source;
-use kvsplice_proto::mmap::{self, Error};
+use kvsplice_proto::mmap::{Error, Mapped};
 use kvsplice_proto::{convert, v1};
 use tokio::task::JoinHandle;
 use tracing::{info, warn};
@@ -56,27 +56,20 @@ impl Files {
 }
 
 /// A file that is mapped when it is first looked at.
-struct Mapped {
+struct NamedFile {
     mapping: v1::Mapping,
-    bytes: OnceLock<Result<Bytes, ()>>,
+    mapped: OnceLock<Result<Mapped, Arc<Error>>>,
 }
 
-impl Mapped {
-    fn layer(&self, range: Range<usize>, crc32c: u32) -> Result<Bytes, Error> {
-        let mut error = None;
-        let bytes = self.bytes.get_or_init(|| mmap::map(&self.mapping).map_err(|failed| error = Some(failed)));
-        match (bytes, error) {
-            (Ok(bytes), _) => mmap::layer(bytes, &self.mapping, range, crc32c),
-            (Err(()), Some(error)) => Err(error),
-            // It failed for another layer, which said why.
-            (Err(()), None) => Err(Error::OtherFile { path: self.mapping.path.clone() }),
-        }
+impl NamedFile {
+    fn get(&self) -> Result<&Mapped, Arc<Error>> {
+        self.mapped.get_or_init(|| Mapped::open(&self.mapping).map_err(Arc::new)).as_ref().map_err(Arc::clone)
     }
 }
 
 /// One layer to check.
 struct Check {
-    file: Arc<Mapped>,
+    file: Arc<NamedFile>,
     range: Range<usize>,
     crc32c: u32,
     source: Source,
@@ -87,13 +80,13 @@ pub(super) struct Checked {
     pub(super) chunk: usize,
     pub(super) layer: u32,
     pub(super) source: Source,
-    pub(super) result: Result<Bytes, Error>,
+    pub(super) result: Result<Bytes, Arc<Error>>,
 }
 
 /// The mapped layers of one request.
 #[derive(Default)]
 pub(super) struct Checks {
-    files: BTreeMap<usize, Arc<Mapped>>,
+    files: BTreeMap<usize, Arc<NamedFile>>,
     /// By layer and chunk.
     waiting: BTreeMap<(u32, usize), Check>,
     running: FuturesOrdered<JoinHandle<Vec<Checked>>>,
@@ -117,7 +110,7 @@ impl Checks {
         {
             return Err(format!("foreign: a file of {} bytes and {last} layers does not fit", mapping.size));
         }
-        let fresh = || Arc::new(Mapped { mapping: mapping.clone(), bytes: OnceLock::new() });
+        let fresh = || Arc::new(NamedFile { mapping: mapping.clone(), mapped: OnceLock::new() });
         let file = self.files.entry(index).or_insert_with(fresh);
         if (file.mapping.inode, file.mapping.modified_ns) != (mapping.inode, mapping.modified_ns) {
             *file = fresh();
@@ -136,9 +129,11 @@ impl Checks {
     pub(super) fn start(&mut self, open: &[Option<Open>]) {
         while self.running.len() < CHECKS && !self.waiting.is_empty() {
             let (mut batch, mut bytes) = (Vec::new(), 0);
+            // One layer of several chunks: the next layer of the first chunk is needed later than this one of the last.
+            let lowest = self.waiting.first_key_value().map_or(0, |((layer, _), _)| *layer);
             while let Some(entry) = self.waiting.first_entry() {
                 let (next, first) = (entry.get().range.len(), batch.is_empty());
-                if !first && bytes + next > CHECK_BYTES {
+                if !first && (bytes + next > CHECK_BYTES || entry.key().0 != lowest) {
                     break;
                 }
                 bytes += next;
@@ -150,7 +145,7 @@ impl Checks {
             if batch.is_empty() {
                 return;
             }
-            self.running.push_back(tokio::task::spawn_blocking(move || batch.into_iter().map(check).collect()));
+            self.running.push_back(tokio::task::spawn_blocking(move || check_all(batch)));
         }
     }
 
@@ -172,8 +167,18 @@ impl Checks {
     }
 }
 
-fn check((layer, chunk, check, unread): (u32, usize, Check, bool)) -> Checked {
-    let Check { file, range, crc32c, source } = check;
-    let result = if unread { Ok(vec![0; range.len()].into()) } else { file.layer(range, crc32c) };
-    Checked { chunk, layer, source, result }
+fn check_all(batch: Vec<(u32, usize, Check, bool)>) -> Vec<Checked> {
+    // The disk reads for all of them at once.
+    for (_, _, Check { file, range, .. }, unread) in &batch {
+        if let (Ok(mapped), false) = (file.get(), *unread) {
+            mapped.read_ahead(range);
+        }
+    }
+    let check = |(layer, chunk, check, unread): (u32, usize, Check, bool)| {
+        let Check { file, range, crc32c, source } = check;
+        let read = || file.get()?.layer(range.clone(), crc32c).map_err(Arc::new);
+        let result = if unread { Ok(vec![0; range.len()].into()) } else { read() };
+        Checked { chunk, layer, source, result }
+    };
+    batch.into_iter().map(check).collect()
 }
