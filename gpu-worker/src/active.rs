@@ -12,7 +12,7 @@ use kvsplice_kv::{ChunkId, KvLayout, RowRanges, Variant};
 use kvsplice_model::encode::ChunkKv;
 use kvsplice_model::stored::StoredLayer;
 use kvsplice_proto::v1;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::mpsc;
 use tokio::task::{AbortHandle, JoinHandle};
 use tonic::Status;
 
@@ -94,7 +94,7 @@ pub(crate) struct Active {
     rows_complete: bool,
     loaders: Vec<AbortHandle>,
     /// Where each loader hears which rows need not come.
-    skips: Vec<oneshot::Sender<Skips>>,
+    skips: Vec<mpsc::Sender<Skips>>,
     /// Rows that need not come, by place in the load.
     skipped: Skips,
     /// When loading began.
@@ -188,7 +188,7 @@ impl Active {
         wanted
     }
 
-    pub(crate) fn loads(&mut self, loader: AbortHandle, skips: oneshot::Sender<Skips>) {
+    pub(crate) fn loads(&mut self, loader: AbortHandle, skips: mpsc::Sender<Skips>) {
         self.loaders.push(loader);
         self.skips.push(skips);
     }
@@ -226,13 +226,28 @@ impl Active {
                 }
             }
         }
-        if self.timeline.load_end.is_none() && self.parts.iter().all(|part| self.settled(part)) {
+        if self.timeline.load_end.is_none() && self.all_settled() {
             self.timeline.load_end = Some(self.request.now_ms());
         }
     }
 
-    fn settled(&self, part: &PartKv) -> bool {
-        !part.cached || part.failed.is_some() || part.arrived >= self.layers
+    fn all_settled(&self) -> bool {
+        let settled = |(index, part): (usize, &PartKv)| {
+            !self.needs(index) || part.failed.is_some() || part.arrived >= self.layers
+        };
+        self.parts.iter().enumerate().all(settled)
+    }
+
+    /// Tells the loaders, besides what they have heard, which rows need not come.
+    fn skip(&mut self, skips: Skips) {
+        if skips.is_empty() {
+            return;
+        }
+        self.skipped.extend(skips);
+        for loader in &self.skips {
+            // One that has everything already does not listen.
+            drop(loader.try_send(self.skipped.clone()));
+        }
     }
 
     /// Takes in rows. Fails on rows outside chunks, and after the last message.
@@ -250,11 +265,7 @@ impl Active {
             self.rows_complete = true;
             self.timeline.rows_known = Some(self.request.now_ms());
             let skips = skippable(&self.request, &self.rows, self.beginning.tokens(), &self.users);
-            for loader in self.skips.drain(..).filter(|_| !skips.is_empty()) {
-                // One that has everything already does not listen.
-                drop(loader.send(skips.clone()));
-            }
-            self.skipped = skips;
+            self.skip(skips);
         }
         Ok(())
     }
@@ -382,7 +393,7 @@ impl Active {
             kv_part.arrived = self.layers;
             kv_part.outcome.source = Source::Repaired;
         }
-        if self.timeline.load_end.is_none() && self.parts.iter().all(|part| self.settled(part)) {
+        if self.timeline.load_end.is_none() && self.all_settled() {
             self.timeline.load_end = Some(self.request.now_ms());
         }
     }

@@ -13,7 +13,7 @@ use kvsplice_model::decoder::SLICE_ROWS;
 use kvsplice_model::encode::layout;
 use kvsplice_model::{Compute, Model};
 use kvsplice_proto::cache::CacheClient;
-use tokio::sync::{Semaphore, mpsc, oneshot};
+use tokio::sync::{Semaphore, mpsc};
 use tonic::Status;
 use tracing::{Instrument, Span, debug, info, warn};
 
@@ -36,6 +36,8 @@ use crate::{Config, Error};
 
 /// Rows of a prefill slice while other requests generate: their tokens wait for one slice at most.
 const SHARED_SLICE_ROWS: usize = 160;
+/// Times that a loader may be told what need not come before it has listened: once by the head, else by plans.
+const SKIPS: usize = 16;
 /// While a plan may change with time, it is made anew this often.
 const DECIDE_EVERY: Duration = Duration::from_millis(10);
 /// Encoded batches that may wait for the cache service.
@@ -204,7 +206,7 @@ impl Engine {
                 lease: active.request.lease.clone(),
             };
             let sink = async move |news| commands.send(Command::Loaded { id, news }).await.is_ok();
-            let (skips, said) = oneshot::channel();
+            let (skips, said) = mpsc::channel(SKIPS);
             let loader = self.loader.clone();
             let loading = async move { loader.load(wanted, said, sink).await };
             let loading = tokio::spawn(loading.instrument(span.clone()));

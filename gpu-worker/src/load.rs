@@ -21,7 +21,7 @@ use kvsplice_model::stored::StoredLayer;
 use kvsplice_proto::cache::CacheClient;
 use kvsplice_proto::v1::get_chunks_request::Message;
 use kvsplice_proto::{client, convert, v1};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::mpsc;
 use tonic::{Code, Status};
 
 use self::files::{Checked, Checks, Files};
@@ -51,7 +51,8 @@ pub struct Wanted {
     pub lease: String,
 }
 
-/// Rows of chunks that need not come, by the place that [`WantedChunk`] gives each. Said once, or never.
+/// Rows of chunks that need not come, by the place that [`WantedChunk`] gives each. Of a chunk without other rows nothing
+/// more comes at all, no news either.
 pub type Skips = HashMap<usize, RowRanges>;
 
 /// News of a chunk, by the place that [`WantedChunk`] gives it.
@@ -107,12 +108,7 @@ impl Loader {
     }
 
     /// Fetches everything, handing news to `sink` until it returns false.
-    pub async fn load(
-        &self,
-        wanted: Wanted,
-        skips: oneshot::Receiver<Skips>,
-        mut sink: impl AsyncFnMut(Loaded) -> bool,
-    ) {
+    pub async fn load(&self, wanted: Wanted, skips: mpsc::Receiver<Skips>, mut sink: impl AsyncFnMut(Loaded) -> bool) {
         let open = wanted.chunks.iter().map(|chunk| Some(Open::new(chunk.tokens, &wanted.layout))).collect();
         let mut fetch = Fetch {
             loader: self,
@@ -165,7 +161,7 @@ struct Fetch<'a> {
 impl Fetch<'_> {
     async fn run(
         &mut self,
-        mut skips: oneshot::Receiver<Skips>,
+        mut skips: mpsc::Receiver<Skips>,
         sink: &mut impl AsyncFnMut(Loaded) -> bool,
     ) -> Result<(), Status> {
         let mapped = self.loader.files.as_ref().is_some_and(|files| files.usable());
@@ -181,9 +177,9 @@ impl Fetch<'_> {
             }
             let news = tokio::select! {
                 biased;
-                said = &mut skips, if listening => {
-                    listening = false;
-                    if let Ok(skips) = said {
+                said = skips.recv(), if listening => {
+                    listening = said.is_some();
+                    if let Some(skips) = said {
                         self.skips = Some(skips);
                         self.skip(0..self.handles.len()).await;
                     }
@@ -249,12 +245,17 @@ impl Fetch<'_> {
     /// Asks these streams to leave rows out, and waits for them no more. A layer that is on its way comes whole.
     async fn skip(&mut self, streams: std::ops::Range<usize>) {
         let Some(skips) = &self.skips else { return };
+        let mut dropped = Vec::new();
         for handle in self.handles.get(streams).unwrap_or(&[]) {
             for (place, &index) in (0u32..).zip(&handle.chunks) {
                 let (Some(chunk), Some(Some(state))) = (self.wanted.chunks.get(index), self.open.get_mut(index)) else {
                     continue;
                 };
                 let Some(rows) = skips.get(&chunk.place) else { continue };
+                if rows.len() == chunk.tokens as usize {
+                    dropped.push(index);
+                    continue;
+                }
                 state.needed = RowRanges::from_slots((0..chunk.tokens).filter(|&row| !rows.contains(row)));
                 let skip = v1::Skip { chunk: place, rows: convert::ranges(rows), from_layer: 0 };
                 let message = v1::GetChunksRequest { message: Some(Message::Skip(skip)) };
@@ -262,6 +263,13 @@ impl Fetch<'_> {
                 if handle.requests.send(message).await.is_err() {
                     break;
                 }
+            }
+        }
+        for index in dropped {
+            self.checks.drop_chunk(index);
+            self.drop_from_streams(index);
+            if let Some(open) = self.open.get_mut(index) {
+                *open = None;
             }
         }
     }

@@ -113,10 +113,18 @@ impl Active {
         slots.intersection(&RowRanges::from_range(self.beginning.tokens()..self.request.tokens()))
     }
 
-    /// The plan's chunks are rows now. What still comes of them is not used, but it tells how fast the link is.
+    /// The plan's chunks are rows now. They leave the link to the others; where there are no others, loading goes on until
+    /// the prompt is through, for what comes tells how fast the link is now.
     fn compute_instead(&mut self, plan: &Plan, places: &[usize]) {
         let (load, fresh) = plan.seconds;
-        for &place in plan.fresh.iter().filter_map(|&index| places.get(index)) {
+        let computed: Vec<usize> = plan.fresh.iter().filter_map(|&index| places.get(index).copied()).collect();
+        if computed.len() < places.len() {
+            let tokens =
+                |place: usize| self.users[place].first().map_or(0, |&part| self.request.parts[part].slots.len());
+            let skips = computed.iter().map(|&place| (place, RowRanges::from_range(0..tokens(place) as u32))).collect();
+            self.skip(skips);
+        }
+        for place in computed {
             for &part in &self.users[place] {
                 let part = &mut self.parts[part];
                 part.cached = false;

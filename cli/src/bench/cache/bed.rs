@@ -9,7 +9,7 @@ use kvsplice_cache_service::Config;
 use kvsplice_gpu_worker::load::{Loaded, Loader, Wanted, WantedChunk};
 use kvsplice_kv::{ChunkId, ChunkKey, Encoding, KvLayout, ModelDigest, Variant, object};
 use tokio::net::TcpListener;
-use tokio::sync::oneshot;
+use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
@@ -119,7 +119,7 @@ impl Bed {
         let chunk = |(place, (id, _)): (usize, &(ChunkId, Bytes))| WantedChunk { place, id: *id, tokens: self.tokens };
         let chunks = self.chunks.iter().enumerate().map(chunk).collect();
         let wanted = Wanted { chunks, layout: self.layout, variant: VARIANT, lease: String::new() };
-        let (_never, said) = oneshot::channel();
+        let (_never, said) = mpsc::channel(1);
         let (mut layers, mut first_layers, mut wire_bytes) = (0, 0, 0);
         let (mut first_layer_seconds, mut failure) = (0.0, None);
         let (started, processor) = (Instant::now(), processor_time());
