@@ -34,6 +34,8 @@ pub(crate) enum Event {
     Token(v1::Token),
     Logits(Vec<f32>),
     Scores(Scores),
+    /// Every chunk is computed, whatever rows are still named.
+    RowsUnneeded,
     Done(v1::PrefillDone),
 }
 

@@ -168,7 +168,7 @@ impl Worker for Service {
                     answer.done = Some(done);
                     return Ok(Response::new(answer));
                 }
-                Event::Token(_) | Event::Logits(_) => {}
+                Event::Token(_) | Event::Logits(_) | Event::RowsUnneeded => {}
             }
         }
         Err(Error::Stopping.into())
@@ -228,6 +228,7 @@ fn wire(event: Event) -> v1::PrefillEvent {
         Event::Token(token) => WireEvent::Token(token),
         Event::Logits(logits) => WireEvent::Logits(bytes(&logits)),
         Event::Done(done) => WireEvent::Done(done),
+        Event::RowsUnneeded => WireEvent::RowsUnneeded(v1::RowsUnneeded {}),
         // Scores are asked for by Score only.
         Event::Scores(_) => return v1::PrefillEvent { event: None },
     };

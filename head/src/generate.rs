@@ -2,6 +2,7 @@
 //!
 //! Dropping the stream drops the worker's stream with it: a caller that goes away frees its work.
 
+use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -88,8 +89,39 @@ async fn start(
         let _answered_elsewhere = messages.send(v1::PrefillRequest { message: Some(Message::Rows(rows)) }).await;
         Ok::<_, Error>(picked)
     };
-    let (events, picked) = tokio::try_join!(opening, picking)?;
+    let (events, picked) = together(&head, opening, picking, dump).await?;
     Ok(Running { clock, prepared, picked, events, dump, head })
+}
+
+/// The worker's stream, and the rows that were picked meanwhile. Picking stops when the worker says that it computes every
+/// chunk, unless `scores` are wanted all the same.
+async fn together(
+    head: &Head,
+    opening: impl Future<Output = Result<Streaming<v1::PrefillEvent>, Error>>,
+    picking: impl Future<Output = Result<Picked, Error>>,
+    scores: bool,
+) -> Result<(Streaming<v1::PrefillEvent>, Picked), Error> {
+    tokio::pin!(opening, picking);
+    let mut events = tokio::select! {
+        picked = &mut picking => {
+            let picked = picked?;
+            return Ok((opening.await?, picked));
+        }
+        events = &mut opening => events?,
+    };
+    if scores {
+        return Ok((events, picking.await?));
+    }
+    tokio::select! {
+        picked = picking => Ok((events, picked?)),
+        first = events.message() => {
+            let first = first.map_err(|status| head.worker.failed(status))?;
+            match first.and_then(|first| first.event) {
+                Some(WorkerEvent::RowsUnneeded(_)) => Ok((events, Picked::default())),
+                other => Err(out_of_turn(other.as_ref())),
+            }
+        }
+    }
 }
 
 impl Running {
@@ -125,7 +157,8 @@ impl Running {
                         yield event(Event::Done(v1::Done { receipt: Some(receipt.into()), text: std::mem::take(&mut text) }));
                         break;
                     }
-                    None => {}
+                    // Rows were named already.
+                    Some(WorkerEvent::RowsUnneeded(_)) | None => {}
                 }
             }
         }
@@ -171,6 +204,15 @@ pub(crate) fn account(head: &Head, prepared: &Prepared) {
         let decisions = prepared.decisions.clone();
         kvsplice_proto::context::spawn(async move { captures.used(&decisions).await });
     }
+}
+
+/// A worker that answers before it has the rows.
+fn out_of_turn(event: Option<&WorkerEvent>) -> Error {
+    let detail = match event {
+        Some(_) => "the worker answered before it had the rows",
+        None => "the worker's stream ended without a receipt",
+    };
+    Error::Task { task: "prefill", detail: detail.into() }
 }
 
 fn event(event: Event) -> v1::GenerateEvent {

@@ -5,7 +5,7 @@ use std::fmt;
 use std::io::ErrorKind;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures::stream::BoxStream;
 use object_store::memory::InMemory;
@@ -23,6 +23,10 @@ pub struct FaultyStore {
     /// First byte of the reads that never end; 0 when every read ends.
     hold_from: AtomicU64,
     held: AtomicUsize,
+    /// Of all reads of chunk KV together; 0 for no limit.
+    bytes_per_second: AtomicU64,
+    /// When the reads so far are through at that speed.
+    link_free: Mutex<Option<Instant>>,
     write_error: Mutex<Option<ErrorKind>>,
     /// Chunks that are not found.
     hidden: Mutex<HashSet<String>>,
@@ -52,6 +56,28 @@ impl FaultyStore {
     /// From now on a read that begins at this byte of an object or later never ends. At 0 every read ends again.
     pub fn hold_reads_from(&self, byte: u64) {
         self.hold_from.store(byte, Ordering::SeqCst);
+    }
+
+    /// From now on all reads of chunk KV together bring this many bytes a second, one after another; 0 for no limit.
+    pub fn throttle(&self, bytes_per_second: u64) {
+        self.bytes_per_second.store(bytes_per_second, Ordering::SeqCst);
+        *hold(&self.link_free) = None;
+    }
+
+    /// Waits for a read's turn on the throttled link.
+    async fn pass_link(&self, bytes: u64) {
+        let rate = self.bytes_per_second.load(Ordering::SeqCst);
+        if rate == 0 {
+            return;
+        }
+        let through = {
+            let mut free = hold(&self.link_free);
+            let begin = free.unwrap_or_else(Instant::now).max(Instant::now());
+            let through = begin + Duration::from_secs_f64(bytes as f64 / rate as f64);
+            *free = Some(through);
+            through
+        };
+        tokio::time::sleep_until(through.into()).await;
     }
 
     /// Reads that were begun and never end.
@@ -134,6 +160,9 @@ impl ObjectStore for FaultyStore {
         let hidden = hold(&self.hidden).iter().any(|chunk| location.as_ref().contains(chunk));
         if hidden {
             return Err(Error::NotFound { path: location.to_string(), source: "hidden".into() });
+        }
+        if let Some(GetRange::Bounded(range)) = &options.range {
+            self.pass_link(range.end - range.start).await;
         }
         if self.removes(location, &options) {
             self.inner.delete(location).await?;

@@ -134,6 +134,9 @@ impl Active {
                     format!("slow: the prompt takes {load:.2} s with every chunk loaded, {fresh:.2} s as planned");
             }
         }
+        if !self.rows_complete && !self.loads_chunks() {
+            self.tell(Ok(super::Event::RowsUnneeded));
+        }
         if !plan.fresh.is_empty() {
             tracing::info!(
                 request = self.id,
