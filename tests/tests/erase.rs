@@ -13,8 +13,10 @@ use kvsplice_tests::{Client, Cluster, run_ok};
 use serde_json::Value;
 
 const TINY: [&str; 3] = ["--shape", "tiny", "--random-weights"];
-const FERRY: &str = "The ferry leaves at nine. Its captain keeps bees on the upper deck, and sells the honey on Sundays. ";
-const MILL: &str = "The mill grinds rye on Mondays and wheat on Tuesdays; its wheel was made by a cooper from the harbor. ";
+const FERRY: &str =
+    "The ferry leaves at nine. Its captain keeps bees on the upper deck, and sells the honey on Sundays. ";
+const MILL: &str =
+    "The mill grinds rye on Mondays and wheat on Tuesdays; its wheel was made by a cooper from the harbor. ";
 
 /// Every object of a store, by its path.
 fn objects(store: &Path) -> BTreeSet<String> {
@@ -49,7 +51,8 @@ fn an_erased_document_leaves_nothing_and_the_report_names_all_of_it() {
         let file = cluster.folder().join(name);
         fs::write(&file, text).unwrap();
         let file = file.display().to_string();
-        run_ok(&["ingest", "--server", server, "--corpus", "town", "--chunk-tokens", "32", "--overlap", "4", &file]).unwrap();
+        run_ok(&["ingest", "--server", server, "--corpus", "town", "--chunk-tokens", "32", "--overlap", "4", &file])
+            .unwrap();
     };
     ingest("mill.txt", &MILL.repeat(3));
     let without = objects(&cluster.store());

@@ -76,7 +76,12 @@ pub(super) async fn measure(records: u32, stop: &CancellationToken) -> anyhow::R
         figure(format!("{records} records: service up"), "s", up_seconds, vec![synthetic]),
         figure(format!("{records} records: all keys listed over gRPC"), "s", list_seconds, Vec::new()),
         figure("the same, and an index made of them".into(), "s", index_seconds, Vec::new()),
-        figure("memory of the index a record, at most (growth of the resident set, listing included)".into(), "bytes", index_bytes, Vec::new()),
+        figure(
+            "memory of the index a record, at most (growth of the resident set, listing included)".into(),
+            "bytes",
+            index_bytes,
+            Vec::new(),
+        ),
         figure("lookup in the index, 99th of 100".into(), "µs", quantile(&of_index, 0.99), Vec::new()),
         figure(
             "record read over loopback gRPC, 99th of 100".into(),
