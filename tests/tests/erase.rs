@@ -59,7 +59,7 @@ fn an_erased_document_leaves_nothing_and_the_report_names_all_of_it() {
     ingest("ferry.txt", &FERRY.repeat(3));
     let question = "What does the captain keep?";
     let craft = ["ask", "--server", server, "--corpus", "town", "--top-k", "6", "--max-tokens", "4", "--ignore-eos"];
-    run_ok(&[&craft[..], &["--strategy", "craft", "--json", question]].concat()).unwrap();
+    run_ok(&[&craft[..], &["--strategy", "craft", "--capture", "true", "--json", question]].concat()).unwrap();
     let with = objects(&cluster.store());
     let new: Vec<&String> = with.difference(&without).collect();
     assert!(new.iter().any(|path| path.contains("-ctx")), "a capture is stored: {new:?}");
