@@ -51,8 +51,19 @@ fn an_erased_document_leaves_nothing_and_the_report_names_all_of_it() {
         let file = cluster.folder().join(name);
         fs::write(&file, text).unwrap();
         let file = file.display().to_string();
-        run_ok(&["ingest", "--server", server, "--corpus", "town", "--chunk-tokens", "32", "--overlap", "4", &file])
-            .unwrap();
+        run_ok(&[
+            "ingest",
+            "--server",
+            server,
+            "--corpus",
+            "town",
+            "--chunk-tokens",
+            "32",
+            "--overlap",
+            "4",
+            file.as_str(),
+        ])
+        .unwrap();
     };
     ingest("mill.txt", &MILL.repeat(3));
     let without = objects(&cluster.store());
