@@ -249,11 +249,11 @@ impl Fixture {
         let chunk = |(place, (id, _)): (usize, &(ChunkId, Bytes))| WantedChunk { place, id: *id, tokens: TOKENS };
         let chunks = self.chunks.iter().enumerate().map(chunk).collect();
         let wanted = Wanted { chunks, layout: LAYOUT, variant: VARIANT, lease: "lease".into() };
-        let (say, said) = oneshot::channel();
-        match skips {
-            Some(skips) => drop(say.send(skips)),
-            None => drop(say),
+        let (say, said) = mpsc::channel(1);
+        if let Some(skips) = skips {
+            say.send(skips).await.unwrap();
         }
+        drop(say);
         let (news, mut arrived) = mpsc::unbounded_channel();
         let sink = async move |loaded| news.send(loaded).is_ok();
         tokio::time::timeout(Duration::from_secs(20), self.loader.load(wanted, said, sink)).await.unwrap();
@@ -368,7 +368,7 @@ async fn skips_reach_every_stream_and_a_chunk_of_which_nothing_is_needed_is_not_
         let skips = Skips::from([(0, RowRanges::from_range(0..TOKENS)), (1, RowRanges::from_range(3..20))]);
         let got = fixture.load(Some(skips)).await;
         assert!(got.failed.is_empty());
-        assert_eq!(got.layers.len(), 10);
+        assert_eq!(got.layers.len(), 5, "of a chunk without needed rows nothing comes");
         let row = LAYOUT.row_bytes(Part::Keys);
         for layer in 0..LAYOUT.layers {
             let (bytes, right) = (&got.layers[&(1, layer)], &fixture.chunks[1].1[LAYOUT.layer_range(layer, TOKENS)]);
@@ -378,7 +378,7 @@ async fn skips_reach_every_stream_and_a_chunk_of_which_nothing_is_needed_is_not_
         }
         let skips = || fixture.shared.skips.lock().unwrap().len();
         let deadline = Instant::now() + Duration::from_secs(20);
-        while !map_files && skips() < 2 {
+        while !map_files && skips() < 1 {
             assert!(Instant::now() < deadline, "the service heard {} skips", skips());
             tokio::task::yield_now().await;
         }

@@ -18,8 +18,19 @@ fn ask(settings: &[&str], strategy: &str) -> (Value, u64, u64) {
     let cluster = Cluster::start(settings).unwrap();
     let article = project().join("demo/corpus/marguerite.md").display().to_string();
     let server = cluster.server();
-    run_ok(&["ingest", "--server", server, "--corpus", "harbor", "--chunk-tokens", "96", "--overlap", "8", &article])
-        .unwrap();
+    run_ok(&[
+        "ingest",
+        "--server",
+        server,
+        "--corpus",
+        "harbor",
+        "--chunk-tokens",
+        "96",
+        "--overlap",
+        "8",
+        article.as_str(),
+    ])
+    .unwrap();
     let question = "How many beehives does the captain of the Marguerite keep?";
     let common =
         ["ask", "--server", server, "--corpus", "harbor", "--top-k", "6", "--max-tokens", "24", "--ignore-eos"];
