@@ -6,3 +6,4 @@ pub(crate) mod number;
 pub(crate) mod place;
 pub(crate) mod rope;
 mod tile;
+mod vectors;
