@@ -60,12 +60,23 @@ impl Default for View<'_> {
 /// before `from`, on blocks beyond the KV, and on ends that descend.
 pub fn attend(query: &Tensor, sequences: &[Sequence<'_>], view: View<'_>) -> Result<(Tensor, Tensor), Error> {
     let keys = sequences.iter().find(|sequence| !sequence.last.is_empty()).map(|sequence| sequence.keys.kind());
+    let isa = Isa::best();
     match (query.kind(), keys) {
-        (Kind::BFloat16, Some(Kind::BFloat16)) => of_kinds::<half::bf16, half::bf16>(query, sequences, view),
-        (Kind::BFloat16, _) => of_kinds::<half::bf16, f32>(query, sequences, view),
-        (_, Some(Kind::BFloat16)) => of_kinds::<f32, half::bf16>(query, sequences, view),
-        _ => of_kinds::<f32, f32>(query, sequences, view),
+        (Kind::BFloat16, Some(Kind::BFloat16)) => of_kinds::<half::bf16, half::bf16>(isa, query, sequences, view),
+        (Kind::BFloat16, _) => of_kinds::<half::bf16, f32>(isa, query, sequences, view),
+        (_, Some(Kind::BFloat16)) => of_kinds::<f32, half::bf16>(isa, query, sequences, view),
+        _ => of_kinds::<f32, f32>(isa, query, sequences, view),
     }
+}
+
+/// As [`attend`], of f32 tensors, with this instruction set; for benchmarks.
+pub fn attend_with(
+    isa: Isa,
+    query: &Tensor,
+    sequences: &[Sequence<'_>],
+    view: View<'_>,
+) -> Result<(Tensor, Tensor), Error> {
+    of_kinds::<f32, f32>(isa, query, sequences, view)
 }
 
 /// As [`attend`], of rows of one sequence without a block table.
@@ -84,7 +95,12 @@ pub fn ragged_causal_sums(
     attend(query, &[Sequence { keys, values, table: None, last }], View { ends, ..View::default() })
 }
 
-fn of_kinds<Q, T>(query: &Tensor, sequences: &[Sequence<'_>], view: View<'_>) -> Result<(Tensor, Tensor), Error>
+fn of_kinds<Q, T>(
+    isa: Isa,
+    query: &Tensor,
+    sequences: &[Sequence<'_>],
+    view: View<'_>,
+) -> Result<(Tensor, Tensor), Error>
 where
     Q: Number + data::Element,
     T: Number + data::Element,
@@ -130,7 +146,7 @@ where
         ends: view.ends,
     };
     let (to, to_sums) = (data::numbers_mut::<Q>(OP, &mut output)?, data::numbers_mut::<f32>(OP, &mut sums)?);
-    cpu::attention::attend(Isa::best(), &call, to, to_sums);
+    cpu::attention::attend(isa, &call, to, to_sums);
     Ok((output, sums))
 }
 
