@@ -1,40 +1,90 @@
-//! Attention of scattered query rows over one sequence's keys.
+//! Attention of scattered query rows over the KV of one or several sequences.
 //!
-//! The mask is explicit: a row at slot s sees the keys of slots 0..=s. Neither of the library's own causal masks fits
-//! scattered rows (one aligns top-left, the other bottom-right). Two ways to the same numbers: our own
-//! CPU kernel, which computes in f32 whatever the tensors' type, and the library's fused kernel on tiles of ascending
-//! rows, with the keys cut at the tile's last slot and a mask inside it, for shapes that ours does not take.
+//! The mask is explicit: a row whose last slot is s sees the keys of slots up to s. Computed in f32 whatever the tensors'
+//! type, without a mask tensor, without a copy of the keys: those that are not f32 are converted tile by tile.
 
 use tch::{Kind, Tensor};
 
-use crate::cpu::attention::Shape;
-use crate::{Error, Isa, argument, cpu, data};
+use crate::cpu::attention::{Call, Rows};
+use crate::cpu::number::Number;
+use crate::{BLOCK, Error, Isa, argument, cpu, data};
 
-/// Rows a tile: enough work a call, few masked keys (measured best of 64, 128 and 256 on AVX2 and AVX-512).
-const TILE: usize = 128;
+mod tiled;
 
-/// Attention of `last.len()` rows.
-///
-/// - `query`: `[rows, heads, head_dim]`.
-/// - `keys`, `values`: `[capacity, kv_heads, head_dim]`, indexed by slot, same type as `query`.
-/// - `last`: the last slot that each row sees, not descending; row i reads `0..=last[i]` and nothing beyond. For causal
-///   attention it is the row's own slot.
-///
-/// Returns `[rows, heads, head_dim]`. Fails on shapes that do not fit and on slots that descend or are beyond the
-/// capacity.
-pub fn ragged_causal(query: &Tensor, keys: &Tensor, values: &Tensor, last: &[u32]) -> Result<Tensor, Error> {
-    let dim = check(query, keys, values, last)?;
-    if !dim.is_multiple_of(cpu::attention::HEAD_DIM_STEP) && !last.is_empty() {
-        return library(query, keys, values, last);
-    }
-    Ok(own(Isa::best(), query, keys, values, last, &[])?.0)
+pub use tiled::tiled;
+
+const OP: &str = "ragged_causal";
+
+/// Rows of one sequence, and its KV.
+#[derive(Clone, Copy, Debug)]
+pub struct Sequence<'a> {
+    /// `[capacity, kv_heads, head_dim]` or, in blocks of 64 tokens, `[blocks, 64, kv_heads, head_dim]`; f32 or bf16,
+    /// contiguous, on the CPU. Sequences may share it.
+    pub keys: &'a Tensor,
+    /// As `keys`.
+    pub values: &'a Tensor,
+    /// The block of each 64 slots; without one, slot s is row s.
+    pub table: Option<&'a [u32]>,
+    /// By row, the last slot that it sees, not descending. For causal attention it is the row's own slot.
+    pub last: &'a [u32],
 }
 
-/// As [`ragged_causal`], and the log-sum-exp of the scores query · key / √head_dim over the keys before each of `ends`
-/// (ascending slots): `[rows, heads, ends]`, f32, natural logarithm, −∞ where a row sees none of them. The mass of the
-/// keys between two ends is the difference of the exponentials.
+/// What rows look at.
+#[derive(Clone, Copy, Debug)]
+pub struct View<'a> {
+    /// The first slot that rows see.
+    pub from: u32,
+    /// Scores are query · key / (√head_dim · temperature).
+    pub temperature: f32,
+    /// Ascending slots; for each, the log-sum-exp of the scores of the keys before it is given.
+    pub ends: &'a [u32],
+}
+
+impl Default for View<'_> {
+    fn default() -> Self {
+        Self { from: 0, temperature: 1.0, ends: &[] }
+    }
+}
+
+/// Attention of the rows of all sequences.
 ///
-/// Fails as [`ragged_causal`], on `ends` that descend, and on a head size that is no multiple of 8.
+/// - `query`: `[rows, heads, head_dim]`, the rows of the first sequence, then of the next; f32 or bf16, on the CPU. Rows
+///   may lie apart.
+///
+/// Returns `[rows, heads, head_dim]` of the query's type, and `[rows, heads, ends]`, f32: log-sum-exps (natural logarithm),
+/// −∞ where a row sees no key before an end. The mass of the keys between two ends is the difference of the exponentials.
+/// Rows of one call are spread over the pool; few rows over many keys are split along the keys. For one number of
+/// threads, equal calls give equal bits.
+///
+/// Fails on shapes, types, devices and strides that do not fit, on last slots that descend, that are beyond the KV or
+/// before `from`, on blocks beyond the KV, and on ends that descend.
+pub fn attend(query: &Tensor, sequences: &[Sequence<'_>], view: View<'_>) -> Result<(Tensor, Tensor), Error> {
+    let keys = sequences.iter().find(|sequence| !sequence.last.is_empty()).map(|sequence| sequence.keys.kind());
+    let isa = Isa::best();
+    match (query.kind(), keys) {
+        (Kind::BFloat16, Some(Kind::BFloat16)) => of_kinds::<half::bf16, half::bf16>(isa, query, sequences, view),
+        (Kind::BFloat16, _) => of_kinds::<half::bf16, f32>(isa, query, sequences, view),
+        (_, Some(Kind::BFloat16)) => of_kinds::<f32, half::bf16>(isa, query, sequences, view),
+        _ => of_kinds::<f32, f32>(isa, query, sequences, view),
+    }
+}
+
+/// As [`attend`], of f32 tensors, with this instruction set; for benchmarks.
+pub fn attend_with(
+    isa: Isa,
+    query: &Tensor,
+    sequences: &[Sequence<'_>],
+    view: View<'_>,
+) -> Result<(Tensor, Tensor), Error> {
+    of_kinds::<f32, f32>(isa, query, sequences, view)
+}
+
+/// As [`attend`], of rows of one sequence without a block table.
+pub fn ragged_causal(query: &Tensor, keys: &Tensor, values: &Tensor, last: &[u32]) -> Result<Tensor, Error> {
+    Ok(attend(query, &[Sequence { keys, values, table: None, last }], View::default())?.0)
+}
+
+/// As [`ragged_causal`], with the log-sum-exps before `ends`.
 pub fn ragged_causal_sums(
     query: &Tensor,
     keys: &Tensor,
@@ -42,254 +92,107 @@ pub fn ragged_causal_sums(
     last: &[u32],
     ends: &[u32],
 ) -> Result<(Tensor, Tensor), Error> {
-    let dim = check(query, keys, values, last)?;
-    if !dim.is_multiple_of(cpu::attention::HEAD_DIM_STEP) || !ends.is_sorted() {
-        let what = format!("head size {dim} must be a multiple of 8 and the ends must ascend");
-        return Err(argument("ragged_causal_sums", what));
-    }
-    own(Isa::best(), query, keys, values, last, ends)
+    attend(query, &[Sequence { keys, values, table: None, last }], View { ends, ..View::default() })
 }
 
-/// Checks the arguments; returns the head size.
-fn check(query: &Tensor, keys: &Tensor, values: &Tensor, last: &[u32]) -> Result<usize, Error> {
-    let (rows, heads, dim) = query.size3()?;
-    let (capacity, kv_heads, key_dim) = keys.size3()?;
-    if rows as usize != last.len()
-        || dim != key_dim
-        || kv_heads == 0
-        || heads % kv_heads != 0
-        || keys.size() != values.size()
-    {
-        let what = format!(
-            "query {:?}, keys {:?}, values {:?} and {} slots do not fit",
-            query.size(),
-            keys.size(),
-            values.size(),
-            last.len()
-        );
-        return Err(argument("ragged_causal", what));
-    }
-    if !last.is_sorted() {
-        return Err(argument("ragged_causal", "slots descend"));
-    }
-    match last.last() {
-        Some(&slot) if i64::from(slot) >= capacity => {
-            Err(argument("ragged_causal", format!("slot {slot} is beyond the capacity {capacity}")))
-        }
-        _ => Ok(dim as usize),
-    }
-}
-
-/// Our own kernel, in f32; the arguments are checked.
-fn own(
+fn of_kinds<Q, T>(
     isa: Isa,
     query: &Tensor,
-    keys: &Tensor,
-    values: &Tensor,
-    last: &[u32],
-    ends: &[u32],
-) -> Result<(Tensor, Tensor), Error> {
-    const OP: &str = "ragged_causal";
-    let (rows, heads, dim) = query.size3()?;
-    let float = (Kind::Float, tch::Device::Cpu);
-    let mut sums = Tensor::f_empty([rows, heads, ends.len() as i64], float)?;
-    let Some(&furthest) = last.last() else {
-        return Ok((query.f_zeros_like()?, sums));
+    sequences: &[Sequence<'_>],
+    view: View<'_>,
+) -> Result<(Tensor, Tensor), Error>
+where
+    Q: Number + data::Element,
+    T: Number + data::Element,
+{
+    let [rows, heads, head_dim] = query.size()[..] else {
+        return Err(argument(OP, format!("query {:?} is not [rows, heads, head_dim]", query.size())));
     };
-    // Converting the visible keys costs a hundredth of the attention to them.
-    let visible = |tensor: &Tensor| tensor.f_narrow(0, 0, i64::from(furthest) + 1)?.f_to_kind(Kind::Float);
-    let (keys, values) = (visible(keys)?, visible(values)?);
-    let shape =
-        Shape { rows: rows as usize, heads: heads as usize, kv_heads: keys.size()[1] as usize, head_dim: dim as usize };
-    let floats = query.f_to_kind(Kind::Float)?.f_contiguous()?;
-    let mut output = Tensor::f_empty([rows, heads, dim], float)?;
-    cpu::attention::ragged_causal(
-        isa,
-        shape,
-        data::numbers(OP, &floats)?,
-        data::numbers(OP, &keys)?,
-        data::numbers(OP, &values)?,
-        last,
-        ends,
-        data::numbers_mut(OP, &mut output)?,
-        data::numbers_mut(OP, &mut sums)?,
-    );
-    Ok((output.f_to_kind(query.kind())?, sums))
-}
-
-/// The library's fused kernel on tiles; the arguments are checked.
-fn library(query: &Tensor, keys: &Tensor, values: &Tensor, slots: &[u32]) -> Result<Tensor, Error> {
-    if slots.len() <= TILE {
-        return tile(query, keys, values, slots);
+    if !view.ends.is_sorted() || !view.temperature.is_finite() || view.temperature <= 0.0 {
+        let what = format!("ends {:?} must ascend and temperature {} be positive", view.ends, view.temperature);
+        return Err(argument(OP, what));
     }
-    let mut outputs = Vec::with_capacity(slots.len().div_ceil(TILE));
-    for (index, tile_slots) in slots.chunks(TILE).enumerate() {
-        let rows = query.f_narrow(0, (index * TILE) as i64, tile_slots.len() as i64)?;
-        outputs.push(tile(&rows, keys, values, tile_slots)?);
+    let (numbers, stride) = data::rows::<Q>(OP, query)?;
+    let mut checked = Vec::with_capacity(sequences.len());
+    let (mut count, mut kv_heads) = (0, 1);
+    for sequence in sequences.iter().filter(|sequence| !sequence.last.is_empty()) {
+        let found = check(sequence, view.from, heads, head_dim)?;
+        if !checked.is_empty() && found != kv_heads {
+            return Err(argument(OP, format!("sequences of {kv_heads} and of {found} KV heads")));
+        }
+        kv_heads = found;
+        count += sequence.last.len();
+        checked.push(Rows {
+            keys: data::numbers::<T>(OP, sequence.keys)?,
+            values: data::numbers::<T>(OP, sequence.values)?,
+            table: sequence.table,
+            last: sequence.last,
+        });
     }
-    Ok(Tensor::f_cat(&outputs, 0)?)
-}
-
-fn tile(query: &Tensor, keys: &Tensor, values: &Tensor, slots: &[u32]) -> Result<Tensor, Error> {
-    let (rows, heads, dim) = query.size3()?;
-    let kv_heads = keys.size()[1];
-    let group = heads / kv_heads;
-    let (first, last) = (slots[0], slots[slots.len() - 1]);
-    let visible = i64::from(last) + 1;
-    // [rows, kv_heads, group, dim] → [group, kv_heads, rows, dim]: the query heads of a KV head become the batch, and
-    // keys and values are shared between them without a copy.
-    let query = query.f_view([rows, kv_heads, group, dim])?.f_permute([2, 1, 0, 3])?;
-    let shared = |tensor: &Tensor| -> Result<Tensor, Error> {
-        let cut = tensor.f_narrow(0, 0, visible)?.f_transpose(0, 1)?.f_unsqueeze(0)?;
-        Ok(cut.f_expand([group, kv_heads, visible, dim], false)?)
+    if rows as usize != count {
+        return Err(argument(OP, format!("query {:?} for {count} last slots", query.size())));
+    }
+    let mut output = Tensor::f_empty([rows, heads, head_dim], (Q::KIND, tch::Device::Cpu))?;
+    let mut sums = Tensor::f_empty([rows, heads, view.ends.len() as i64], (Kind::Float, tch::Device::Cpu))?;
+    let call = Call {
+        query: numbers,
+        stride,
+        sequences: &checked,
+        heads: heads as usize,
+        kv_heads,
+        head_dim: head_dim as usize,
+        from: view.from as usize,
+        scale: 1.0 / ((head_dim as f32).sqrt() * view.temperature),
+        ends: view.ends,
     };
-    // One row sees every key that is left: no mask.
-    let mask = if first == last { None } else { Some(mask(slots, visible, query.kind())?) };
-    let output = Tensor::f_scaled_dot_product_attention(
-        &query,
-        &shared(keys)?,
-        &shared(values)?,
-        mask,
-        0.0,
-        false,
-        None,
-        false,
-    )?;
-    Ok(output.f_permute([2, 1, 0, 3])?.f_reshape([rows, heads, dim])?)
+    let (to, to_sums) = (data::numbers_mut::<Q>(OP, &mut output)?, data::numbers_mut::<f32>(OP, &mut sums)?);
+    cpu::attention::attend(isa, &call, to, to_sums);
+    Ok((output, sums))
 }
 
-/// `[1, 1, rows, visible]`: 0 where a row may look, −∞ else.
-fn mask(slots: &[u32], visible: i64, kind: Kind) -> Result<Tensor, Error> {
-    let slots: Vec<i32> = slots.iter().map(|&slot| slot as i32).collect();
-    let rows = Tensor::f_from_slice(&slots)?.f_unsqueeze(1)?;
-    let columns = Tensor::f_arange(visible, (Kind::Int, tch::Device::Cpu))?.f_unsqueeze(0)?;
-    let hidden = columns.f_gt_tensor(&rows)?;
-    let mut mask = Tensor::f_zeros([slots.len() as i64, visible], (kind, tch::Device::Cpu))?;
-    let _ = mask.f_masked_fill_(&hidden, f64::NEG_INFINITY)?;
-    Ok(mask.f_unsqueeze(0)?.f_unsqueeze(0)?)
+/// Checks a sequence with rows; returns its KV heads.
+fn check(sequence: &Sequence<'_>, from: u32, heads: i64, head_dim: i64) -> Result<usize, Error> {
+    let Sequence { keys, values, table, last } = sequence;
+    let size = keys.size();
+    let (capacity, kv_heads, key_dim) = match size[..] {
+        [capacity, kv_heads, dim] => (capacity, kv_heads, dim),
+        [blocks, block, kv_heads, dim] if block == i64::from(BLOCK) => (blocks * block, kv_heads, dim),
+        _ => return Err(argument(OP, format!("keys {size:?} are neither rows nor blocks of {BLOCK} rows"))),
+    };
+    if size != values.size()
+        || key_dim != head_dim
+        || head_dim < 1
+        || kv_heads < 1
+        || heads < 1
+        || heads % kv_heads != 0
+    {
+        let what = format!(
+            "{heads} query heads of {head_dim}, keys {size:?} and values {:?} do not fit each other",
+            values.size()
+        );
+        return Err(argument(OP, what));
+    }
+    let (first, furthest) = (last.first().copied().unwrap_or(0), last.last().copied().unwrap_or(0));
+    if !last.is_sorted() || first < from {
+        let what = format!("last slots must ascend from {from} on: every row sees a key; the first is {first}");
+        return Err(argument(OP, what));
+    }
+    let Some(table) = table else {
+        if i64::from(furthest) >= capacity {
+            return Err(argument(OP, format!("slot {furthest} is beyond the capacity {capacity}")));
+        }
+        return Ok(kv_heads as usize);
+    };
+    let Some(used) = table.get(..(furthest / BLOCK) as usize + 1) else {
+        return Err(argument(OP, format!("slot {furthest} is beyond a table of {} blocks", table.len())));
+    };
+    match used.iter().find(|&&block| (i64::from(block) + 1) * i64::from(BLOCK) > capacity) {
+        Some(block) => {
+            Err(argument(OP, format!("block {block} is beyond the {} of the KV", capacity / i64::from(BLOCK))))
+        }
+        None => Ok(kv_heads as usize),
+    }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use tch::Device;
-
-    fn random(shape: &[i64], seed: i64) -> Tensor {
-        tch::manual_seed(seed);
-        Tensor::randn(shape, (Kind::Float, Device::Cpu))
-    }
-
-    /// The obvious twin: softmax over all keys with the mask applied, in double precision.
-    fn plain(query: &Tensor, keys: &Tensor, values: &Tensor, slots: &[u32]) -> Tensor {
-        let (rows, heads, dim) = query.size3().unwrap();
-        let group = heads / keys.size()[1];
-        let spread = |t: &Tensor| t.to_kind(Kind::Double).repeat_interleave_self_int(group, 1, None).transpose(0, 1);
-        let scores =
-            query.to_kind(Kind::Double).transpose(0, 1).matmul(&spread(keys).transpose(1, 2)) / (dim as f64).sqrt();
-        let slots: Vec<i64> = slots.iter().map(|&slot| i64::from(slot)).collect();
-        let hidden = Tensor::arange(keys.size()[0], (Kind::Int64, Device::Cpu))
-            .unsqueeze(0)
-            .gt_tensor(&Tensor::from_slice(&slots).unsqueeze(1));
-        let weights = scores.masked_fill(&hidden, f64::NEG_INFINITY).softmax(-1, Kind::Double);
-        weights.matmul(&spread(values)).transpose(0, 1).reshape([rows, heads, dim]).to_kind(Kind::Float)
-    }
-
-    fn rows_of(kind: &str, capacity: u32) -> Vec<u32> {
-        match kind {
-            "full" => (0..capacity).collect(),
-            "scattered" => (0..capacity).filter(|slot| slot % 7 == 3 || slot % 11 == 0).collect(),
-            "clustered" => (0..capacity).filter(|slot| slot % 61 < 9).collect(),
-            "first" => vec![0],
-            "last" => vec![capacity - 1],
-            _ => Vec::new(),
-        }
-    }
-
-    #[test]
-    fn rows_equal_the_plain_twin_for_odd_sizes_and_row_sets() {
-        for (capacity, heads, kv_heads, dim) in [(1, 2, 1, 16), (97, 6, 3, 16), (257, 14, 2, 64), (1025, 9, 3, 64)] {
-            let keys = random(&[capacity, kv_heads, dim], 1);
-            let values = random(&[capacity, kv_heads, dim], 2);
-            for kind in ["full", "scattered", "clustered", "first", "last", "none"] {
-                let slots = rows_of(kind, capacity as u32);
-                let query = random(&[slots.len() as i64, heads, dim], 3);
-                let got = ragged_causal(&query, &keys, &values, &slots).unwrap();
-                assert_eq!(got.size(), query.size());
-                if slots.is_empty() {
-                    continue;
-                }
-                let plain = plain(&query, &keys, &values, &slots);
-                let check = |way: &str, got: &Tensor| {
-                    let error = (got - &plain).abs().max().double_value(&[]);
-                    assert!(error < 2e-6, "{way}, {capacity} keys, {kind} rows: error {error}");
-                };
-                check("dispatched", &got);
-                check("library", &library(&query, &keys, &values, &slots).unwrap());
-                for isa in Isa::available() {
-                    check(&format!("{isa:?}"), &own(isa, &query, &keys, &values, &slots, &[]).unwrap().0);
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn changing_a_future_key_changes_no_bit() {
-        let (keys, values) = (random(&[300, 2, 64], 1), random(&[300, 2, 64], 2));
-        let slots: Vec<u32> = (0..280).step_by(2).collect();
-        let query = random(&[140, 14, 64], 3);
-        let before = ragged_causal(&query, &keys, &values, &slots).unwrap();
-        for (row, &slot) in slots.iter().enumerate().step_by(13) {
-            let future = |tensor: &Tensor| {
-                let changed = tensor.copy();
-                let _ = changed.narrow(0, i64::from(slot) + 1, 299 - i64::from(slot)).fill_(1e4);
-                changed
-            };
-            let after = ragged_causal(&query, &future(&keys), &future(&values), &slots).unwrap();
-            let seen = (row + 1) as i64;
-            assert!(before.narrow(0, 0, seen).equal(&after.narrow(0, 0, seen)), "slot {slot}");
-        }
-    }
-
-    #[test]
-    fn sums_equal_the_plain_twin() {
-        let (capacity, heads, kv_heads, dim) = (333, 6, 2, 32);
-        let (keys, values) = (random(&[capacity, kv_heads, dim], 1), random(&[capacity, kv_heads, dim], 2));
-        let slots: Vec<u32> =
-            (0..capacity as u32).filter(|slot| slot % 5 == 1).chain([capacity as u32 - 1; 3]).collect();
-        let ends = [0, 1, 64, 65, 200, 200, capacity as u32];
-        let query = random(&[slots.len() as i64, heads, dim], 3);
-        let spread = keys.to_kind(Kind::Double).repeat_interleave_self_int(heads / kv_heads, 1, None);
-        // [heads, rows, keys] → [rows, heads, keys]
-        let scores = query.to_kind(Kind::Double).transpose(0, 1).matmul(&spread.permute([1, 2, 0])).transpose(0, 1);
-        let scores = scores / (dim as f64).sqrt();
-        let plain_output = plain(&query, &keys, &values, &slots);
-        for isa in Isa::available() {
-            let (output, sums) = own(isa, &query, &keys, &values, &slots, &ends).unwrap();
-            assert!((output - &plain_output).abs().max().double_value(&[]) < 2e-6, "{isa:?}");
-            for (row, &slot) in slots.iter().enumerate() {
-                for (place, &end) in ends.iter().enumerate() {
-                    let seen = i64::from(end.min(slot + 1));
-                    let got =
-                        sums.narrow(0, row as i64, 1).narrow(2, place as i64, 1).reshape([heads]).to_kind(Kind::Double);
-                    let expected =
-                        scores.narrow(0, row as i64, 1).narrow(2, 0, seen).logsumexp([-1], false).reshape([heads]);
-                    if seen == 0 {
-                        assert!(got.max().double_value(&[]) == f64::NEG_INFINITY);
-                    } else {
-                        assert!((got - expected).abs().max().double_value(&[]) < 1e-5, "{isa:?} row {row} end {end}");
-                    }
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn arguments_that_do_not_fit_are_refused() {
-        let (query, keys) = (random(&[2, 4, 8], 1), random(&[5, 2, 8], 2));
-        for slots in [&[1u32][..], &[3, 2], &[4, 5]] {
-            assert!(ragged_causal(&query, &keys, &keys, slots).is_err(), "{slots:?}");
-        }
-        assert!(ragged_causal(&query, &random(&[5, 3, 8], 2), &keys, &[0, 1]).is_err());
-        assert!(ragged_causal(&random(&[2, 8], 1), &keys, &keys, &[0, 1]).is_err());
-    }
-}
+mod tests;

@@ -1,8 +1,11 @@
-//! Tensor operations that the library lacks: ragged causal attention over scattered rows, and rotation of keys.
+//! Tensor operations that the library lacks: ragged causal attention over scattered rows, rotation, placing of stored KV,
+//! quantization.
 //!
 //! Safe functions: shapes and types are checked first, and every failure of the library is an [`Error`]. This crate
 //! knows nothing of models, chunks or requests.
 
+#[cfg(feature = "libtorch")]
+pub mod activation;
 #[cfg(feature = "libtorch")]
 pub mod attention;
 mod cpu;

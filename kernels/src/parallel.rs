@@ -1,19 +1,20 @@
 //! Parallel loops on libtorch's thread pool, or on threads of the moment in a build without it.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 /// Threads of the pool.
 pub(crate) fn threads() -> usize {
     pool::threads()
 }
 
-/// Runs `body` for every index in `0..end`, spread over the pool; returns when all have run. Index i goes to thread
-/// i mod threads, so that work that grows with the index is balanced. `body` must not panic: that aborts.
+/// Runs `body` for every index in `0..end`, spread over the pool; returns when all have run. The last index comes first,
+/// so that work that grows with the index ends evenly, and a thread that is done takes the next one: which thread does
+/// what varies, so results must not depend on it. `body` must not panic: that aborts.
 pub(crate) fn for_each<F: Fn(usize) + Sync>(end: usize, body: F) {
-    let stride = threads().min(end.max(1));
-    pool::start(stride, &|piece: usize| {
-        let mut index = piece;
-        while index < end {
-            body(index);
-            index += stride;
+    let left = AtomicUsize::new(end);
+    pool::start(threads().min(end), &|_thread: usize| {
+        while let Ok(index) = left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)) {
+            body(index - 1);
         }
     });
 }
@@ -69,7 +70,6 @@ mod pool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::atomic::{AtomicUsize, Ordering};
 
     #[test]
     fn every_index_runs_once() {

@@ -1,20 +1,71 @@
 //! Ragged causal attention on slices: packs the query heads of a KV head into lanes and spreads tiles over the pool.
+//!
+//! Where there are few tiles and many keys, as in decode, tiles are split along the keys and merged by their
+//! log-sum-exps (Flash-Decoding). How, follows from the sizes and the number of threads alone: results are repeatable.
+
+use std::ops::Range;
 
 use super::isa::Isa;
-pub(crate) use super::tile::HEAD_DIM_STEP;
-use super::tile::{Scratch, Tile, portable};
+use super::number::{Number, Target};
+use super::tile::{BLOCK_KEYS, Scratch, Tile, padded, portable};
 #[cfg(target_arch = "x86_64")]
 use super::tile::{avx2, avx2_narrow, avx512, avx512_narrow};
 use crate::parallel;
 
-/// Sizes of a call.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Shape {
-    pub(crate) rows: usize,
+/// Keys of a split at least: below, starting a thread's work costs more than it saves.
+const SPLIT_KEYS: usize = 512;
+/// Tasks a thread, so that all end at about the same time.
+const THREAD_TASKS: usize = 4;
+
+/// Rows of one sequence.
+pub(crate) struct Rows<'a, T> {
+    /// `[capacity, kv_heads, head_dim]`
+    pub(crate) keys: &'a [T],
+    /// As `keys`.
+    pub(crate) values: &'a [T],
+    /// The block of each 64 slots; without, slot s is row s.
+    pub(crate) table: Option<&'a [u32]>,
+    /// By row, the last slot that it sees; not descending.
+    pub(crate) last: &'a [u32],
+}
+
+/// A call. The caller has checked all lengths, that every slot up to each row's last one is in the cache, and that every
+/// row sees a key.
+pub(crate) struct Call<'a, Q, T> {
+    /// The rows of all sequences, one after another, `[rows, heads, head_dim]`; they start `stride` numbers apart.
+    pub(crate) query: &'a [Q],
+    pub(crate) stride: usize,
+    pub(crate) sequences: &'a [Rows<'a, T>],
     pub(crate) heads: usize,
     pub(crate) kv_heads: usize,
-    /// A multiple of [`HEAD_DIM_STEP`].
     pub(crate) head_dim: usize,
+    /// No row sees the slots before this one.
+    pub(crate) from: usize,
+    /// What scores are multiplied with.
+    pub(crate) scale: f32,
+    /// Ascending slots; for each, the log-sum-exp over the keys before it.
+    pub(crate) ends: &'a [u32],
+}
+
+/// Some lanes of one KV head.
+struct Lanes {
+    sequence: usize,
+    kv_head: usize,
+    /// The sequence's first row among all.
+    row: usize,
+    /// Of the sequence's rows times the KV head's query heads.
+    lanes: Range<usize>,
+    /// Lanes of the kernel.
+    width: usize,
+    /// The slots that any of them sees.
+    slots: Range<usize>,
+}
+
+/// What a tile, or a part of it, has found; see [`Scratch`].
+struct Part {
+    output: Vec<f32>,
+    greatest: Vec<f32>,
+    total: Vec<f32>,
 }
 
 impl Isa {
@@ -30,16 +81,16 @@ impl Isa {
         if needed <= narrow { narrow } else { wide }
     }
 
-    fn attend(self, lanes: usize, tile: &Tile<'_>, scratch: &mut Scratch) {
+    fn attend<T: Number>(self, lanes: usize, tile: &Tile<'_, T>, scratch: &mut Scratch) {
         match self {
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: `available` has found AVX-512F on this CPU.
+            // SAFETY: `attend` has found AVX-512F on this CPU.
             Isa::Avx512 if lanes == avx512::LANES => unsafe { avx512::attend(tile, scratch) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as above.
             Isa::Avx512 => unsafe { avx512_narrow::attend(tile, scratch) },
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: `available` has found AVX2 and FMA on this CPU.
+            // SAFETY: `attend` has found AVX2 and FMA on this CPU.
             Isa::Avx2 if lanes == avx2::LANES => unsafe { avx2::attend(tile, scratch) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as above.
@@ -49,82 +100,144 @@ impl Isa {
     }
 }
 
-/// Numbers that tiles write from several threads. No two tiles write the same one.
-struct Output(*mut f32);
-
-// SAFETY: tiles write disjoint numbers, and nobody reads until all are done.
-unsafe impl Sync for Output {}
-
-/// Attention of `shape.rows` rows; see [`crate::attention::ragged_causal`] for shapes. The caller has checked every
-/// length: `query` and `output` hold rows · heads · head_dim numbers, `keys` and `values` every slot up to the last one.
-/// `sums` `[rows, heads, ends]` receives natural log-sum-exps up to each of the ascending `ends`.
-#[expect(clippy::too_many_arguments, reason = "one flat call; the tensors' wrapper groups them")]
-pub(crate) fn ragged_causal(
-    isa: Isa,
-    shape: Shape,
-    query: &[f32],
-    keys: &[f32],
-    values: &[f32],
-    slots: &[u32],
-    ends: &[u32],
-    output: &mut [f32],
-    sums: &mut [f32],
-) {
-    let Shape { rows, heads, kv_heads, head_dim } = shape;
-    assert!(query.len() == rows * heads * head_dim && output.len() == query.len() && slots.len() == rows);
-    assert!(sums.len() == rows * heads * ends.len());
-    let group = heads / kv_heads;
-    let lanes = isa.lanes(rows * group);
-    let tiles = (rows * group).div_ceil(lanes);
-    let scale = std::f32::consts::LOG2_E / (head_dim as f32).sqrt();
-    let target = Output(output.as_mut_ptr());
-    let target = &target;
-    let sum_target = Output(sums.as_mut_ptr());
-    let sum_target = &sum_target;
-    parallel::for_each(tiles * kv_heads, |index| {
-        let (tile, kv_head) = (index / kv_heads, index % kv_heads);
-        let first = tile * lanes;
-        let used = lanes.min(rows * group - first);
-        // Lane → (row, query head); lanes beyond the last one repeat it and are not written.
-        let place = |lane: usize| {
-            let lane = first + lane.min(used - 1);
-            (lane / group, kv_head * group + lane % group)
-        };
-        let mut packed = vec![0f32; head_dim * lanes];
-        let mut last_seen = vec![0i32; lanes];
-        for lane in 0..lanes {
-            let (row, head) = place(lane);
-            last_seen[lane] = slots[row] as i32;
-            let start = (row * heads + head) * head_dim;
-            for (number, value) in query[start..start + head_dim].iter().enumerate() {
-                packed[number * lanes + lane] = value * scale;
-            }
-        }
-        let mut scratch = Scratch::new(lanes, head_dim, ends.len());
-        let start = kv_head * head_dim;
-        let tile = Tile {
-            query: &packed,
-            keys: &keys[start..],
-            values: &values[start..],
-            stride: kv_heads * head_dim,
-            slots: &last_seen,
-            ends,
-            head_dim,
-        };
-        isa.attend(lanes, &tile, &mut scratch);
-        for lane in 0..used {
-            let (row, head) = place(lane);
-            let start = (row * heads + head) * head_dim;
-            for number in 0..head_dim {
-                // SAFETY: start + number is below rows · heads · head_dim, the checked length of `output`; each
-                // (row, head) belongs to one lane of one tile.
-                unsafe { *target.0.add(start + number) = scratch.output[number * lanes + lane] };
-            }
-            let start = (row * heads + head) * ends.len();
-            for end in 0..ends.len() {
-                // SAFETY: start + end is below rows · heads · ends, the checked length of `sums`; as above.
-                unsafe { *sum_target.0.add(start + end) = scratch.sums[end * lanes + lane] * std::f32::consts::LN_2 };
-            }
-        }
+/// Attention of all rows; see [`crate::attention`]. `output`: `[rows, heads, head_dim]`; `sums`: `[rows, heads, ends]`,
+/// natural log-sum-exps.
+pub(crate) fn attend<Q: Number, T: Number>(isa: Isa, call: &Call<'_, Q, T>, output: &mut [Q], sums: &mut [f32]) {
+    let isa = isa.or_best();
+    let width = call.heads * call.head_dim;
+    let rows: usize = call.sequences.iter().map(|rows| rows.last.len()).sum();
+    assert!(output.len() == rows * width && sums.len() == rows * call.heads * call.ends.len());
+    let lanes = lanes(isa, call);
+    let wanted = (parallel::threads() * THREAD_TASKS).div_ceil(lanes.len().max(1));
+    // Sums up to an end run over all splits before it: such calls have many rows, and stay whole.
+    let splits = if call.ends.is_empty() { wanted } else { 1 };
+    let mut parts: Vec<(usize, Range<usize>)> = Vec::new();
+    for (index, lanes) in lanes.iter().enumerate() {
+        let keys = lanes.slots.len();
+        let splits = splits.min(keys / SPLIT_KEYS).max(1);
+        // Whole blocks a split.
+        let step = keys.div_ceil(splits).next_multiple_of(BLOCK_KEYS).max(BLOCK_KEYS);
+        parts.extend((0..keys).step_by(step).map(|first| {
+            let start = lanes.slots.start + first;
+            (index, start..lanes.slots.end.min(start + step))
+        }));
+    }
+    let output = Output { numbers: Target::new(output), sums: Target::new(sums) };
+    if parts.len() == lanes.len() {
+        parallel::for_each(lanes.len(), |index| {
+            let lanes = &lanes[index];
+            let scratch = part(isa, call, lanes, lanes.slots.clone());
+            let Scratch { output: numbers, greatest, total, sums, .. } = scratch;
+            output.write(call, lanes, &[&Part { output: numbers, greatest, total }], &sums);
+        });
+        return;
+    }
+    let found: Vec<std::sync::OnceLock<Part>> = parts.iter().map(|_| std::sync::OnceLock::new()).collect();
+    parallel::for_each(parts.len(), |task| {
+        let (index, slots) = &parts[task];
+        let Scratch { output, greatest, total, .. } = part(isa, call, &lanes[*index], slots.clone());
+        found[task].get_or_init(|| Part { output, greatest, total });
+    });
+    parallel::for_each(lanes.len(), |index| {
+        let first = parts.partition_point(|(lanes, _)| *lanes < index);
+        let end = parts.partition_point(|(lanes, _)| *lanes <= index);
+        let mine: Vec<&Part> = found[first..end].iter().filter_map(|part| part.get()).collect();
+        output.write(call, &lanes[index], &mine, &[]);
     });
 }
+
+/// All tiles of a call, those with the most keys last.
+fn lanes<Q, T>(isa: Isa, call: &Call<'_, Q, T>) -> Vec<Lanes> {
+    let group = call.heads / call.kv_heads;
+    let mut all = Vec::new();
+    let mut row = 0;
+    for (sequence, rows) in call.sequences.iter().enumerate() {
+        let needed = rows.last.len() * group;
+        let width = isa.lanes(needed);
+        for first in (0..needed).step_by(width) {
+            let lanes = first..needed.min(first + width);
+            let last = rows.last[(lanes.end - 1) / group] as usize;
+            for kv_head in 0..call.kv_heads {
+                all.push(Lanes { sequence, kv_head, row, lanes: lanes.clone(), width, slots: call.from..last + 1 });
+            }
+        }
+        row += rows.last.len();
+    }
+    // Stable: the same order every time.
+    all.sort_by_key(|lanes| lanes.slots.len());
+    all
+}
+
+/// Attention of some lanes over some slots.
+fn part<Q: Number, T: Number>(isa: Isa, call: &Call<'_, Q, T>, lanes: &Lanes, slots: Range<usize>) -> Scratch {
+    let (rows, dim, width) = (&call.sequences[lanes.sequence], call.head_dim, lanes.width);
+    let group = call.heads / call.kv_heads;
+    let scale = call.scale * std::f32::consts::LOG2_E;
+    let mut query = vec![0f32; padded(dim) * width];
+    let mut last = vec![0i32; width];
+    for (lane, last) in last.iter_mut().enumerate() {
+        // Lanes beyond the last one repeat it and are not written.
+        let at = (lanes.lanes.start + lane).min(lanes.lanes.end - 1);
+        *last = rows.last[at / group] as i32;
+        let start = (lanes.row + at / group) * call.stride + (lanes.kv_head * group + at % group) * dim;
+        for (number, value) in call.query[start..start + dim].iter().enumerate() {
+            query[number * width + lane] = value.to_f32() * scale;
+        }
+    }
+    let mut scratch = Scratch::new(width, dim, call.ends.len());
+    let tile = Tile {
+        query: &query,
+        keys: &rows.keys[lanes.kv_head * dim..],
+        values: &rows.values[lanes.kv_head * dim..],
+        stride: call.kv_heads * dim,
+        table: rows.table,
+        slots,
+        last: &last,
+        ends: call.ends,
+        head_dim: dim,
+    };
+    isa.attend(width, &tile, &mut scratch);
+    scratch
+}
+
+struct Output<Q> {
+    numbers: Target<Q>,
+    sums: Target<f32>,
+}
+
+impl<Q: Number> Output<Q> {
+    /// Merges the parts of some lanes and writes their rows.
+    fn write<T>(&self, call: &Call<'_, Q, T>, lanes: &Lanes, parts: &[&Part], sums: &[f32]) {
+        let (dim, width, ends) = (call.head_dim, lanes.width, call.ends.len());
+        let group = call.heads / call.kv_heads;
+        let mut weights = vec![0f32; parts.len()];
+        for (lane, at) in lanes.lanes.clone().enumerate() {
+            let greatest = parts.iter().fold(f32::MIN, |greatest, part| greatest.max(part.greatest[lane]));
+            let mut total = 0.0;
+            for (weight, part) in weights.iter_mut().zip(parts) {
+                *weight = (part.greatest[lane] - greatest).exp2();
+                total += *weight * part.total[lane];
+            }
+            for weight in &mut weights {
+                *weight /= total;
+            }
+            let head = (lanes.row + at / group) * call.heads + lanes.kv_head * group + at % group;
+            // SAFETY: `head` is below rows · heads, and `attend` has checked the lengths; each row's head belongs to one
+            // lane of one tile.
+            let (to, to_sums) = unsafe { (self.numbers.part(head * dim, dim), self.sums.part(head * ends, ends)) };
+            for (number, to) in to.iter_mut().enumerate() {
+                let mut sum = 0.0;
+                for (weight, part) in weights.iter().zip(parts) {
+                    sum += weight * part.output[number * width + lane];
+                }
+                *to = Q::from_f32(sum);
+            }
+            for (end, to) in to_sums.iter_mut().enumerate() {
+                *to = sums[end * width + lane] * std::f32::consts::LN_2;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

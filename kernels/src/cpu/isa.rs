@@ -55,6 +55,11 @@ impl Isa {
         Isa::Portable
     }
 
+    /// Itself, or the best one where this CPU lacks it.
+    pub(crate) fn or_best(self) -> Self {
+        if Self::available().contains(&self) { self } else { Self::best() }
+    }
+
     /// Does `work` with this instruction set, or with the best one where this CPU lacks it.
     #[inline]
     pub(crate) fn run(self, work: impl Work) {

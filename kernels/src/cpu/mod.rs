@@ -1,8 +1,10 @@
 //! CPU kernels on slices, with run-time dispatch: AVX-512, AVX2 with FMA, portable.
 
+pub(crate) mod activation;
 pub(crate) mod attention;
 pub(crate) mod isa;
 pub(crate) mod number;
 pub(crate) mod place;
 pub(crate) mod rope;
 mod tile;
+mod vectors;

@@ -7,6 +7,8 @@ pub(crate) trait Number: Copy + Send + Sync + Default + 'static {
     fn to_f32(self) -> f32;
     /// Rounds to nearest, ties to even.
     fn from_f32(value: f32) -> Self;
+    /// The same numbers, if they are f32 already.
+    fn as_f32(numbers: &[Self]) -> Option<&[f32]>;
 }
 
 impl Number for f32 {
@@ -18,6 +20,11 @@ impl Number for f32 {
     #[inline(always)]
     fn from_f32(value: f32) -> Self {
         value
+    }
+
+    #[inline(always)]
+    fn as_f32(numbers: &[Self]) -> Option<&[f32]> {
+        Some(numbers)
     }
 }
 
@@ -33,6 +40,11 @@ impl Number for bf16 {
         let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
         let quiet = (bits >> 16) | 0x40;
         bf16::from_bits((if bits & 0x7fff_ffff > 0x7f80_0000 { quiet } else { rounded }) as u16)
+    }
+
+    #[inline(always)]
+    fn as_f32(_: &[Self]) -> Option<&[f32]> {
+        None
     }
 }
 

@@ -1,41 +1,60 @@
-//! Attention of one tile: some query heads of some rows (the lanes) over the keys of one KV head.
+//! Attention of one tile: some query heads of some rows (the lanes) over some keys of one KV head.
 //!
 //! Lanes are vector lanes: scores are computed transposed, `[key][lane]`, so that keys and values are read as they lie
 //! in the cache (one scalar, broadcast) and the softmax over keys is a vertical operation without any shuffle. The
-//! softmax is online over blocks of keys, in f32, in base 2 (queries carry the factor log2 e).
+//! softmax is online over blocks of keys, in f32, in base 2 (queries carry the factor log2 e). Keys and values that are
+//! not f32 are converted block by block, on their way into the first-level cache.
 //!
 //! One body, three instruction sets: a module of operations each, and the macro puts the body on top of it.
 
-/// Keys a block: its scores, queries and values fit the first-level cache together.
-const BLOCK_KEYS: usize = 64;
-/// `head_dim` is a multiple of this: the inner loops handle as many numbers of a head at once.
-pub(crate) const HEAD_DIM_STEP: usize = 8;
+use std::ops::Range;
 
-/// One tile's work. `keys` and `values` are whole caches `[capacity, kv_heads, head_dim]` from the KV head's first
-/// number on.
-pub(super) struct Tile<'a> {
-    /// `[head_dim][lanes]`, scaled by log2(e) / √head_dim.
+use super::number::Number;
+use super::vectors;
+
+/// Keys a block: those of one block of a sequence's KV.
+pub(super) const BLOCK_KEYS: usize = crate::BLOCK as usize;
+/// Numbers of a head are padded to a multiple of this: the inner loops handle as many at once.
+const HEAD_DIM_STEP: usize = 8;
+
+/// One tile's work.
+pub(super) struct Tile<'a, T> {
+    /// `[padded head][lanes]`, scaled by log2(e) / √head_dim.
     pub(super) query: &'a [f32],
-    /// From the first number of the KV head; token t starts at t · stride.
-    pub(super) keys: &'a [f32],
+    /// From the first number of the KV head; row r of the cache starts at r · stride.
+    pub(super) keys: &'a [T],
     /// As `keys`.
-    pub(super) values: &'a [f32],
-    /// Numbers from one token to the next.
+    pub(super) values: &'a [T],
+    /// Numbers from one row to the next.
     pub(super) stride: usize,
+    /// The block of each [`BLOCK_KEYS`] slots; without, slot s is row s.
+    pub(super) table: Option<&'a [u32]>,
+    /// The slots whose keys are looked at.
+    pub(super) slots: Range<usize>,
     /// By lane, the last key that it sees; ascending.
-    pub(super) slots: &'a [i32],
+    pub(super) last: &'a [i32],
     /// Ascending slots; at each, the log-sum-exp over the visible keys before it is recorded.
     pub(super) ends: &'a [u32],
-    /// A multiple of [`HEAD_DIM_STEP`].
     pub(super) head_dim: usize,
 }
 
-/// What a thread needs besides.
+/// Numbers of a head with its padding.
+pub(super) fn padded(head_dim: usize) -> usize {
+    head_dim.next_multiple_of(HEAD_DIM_STEP)
+}
+
+/// What a tile gives, and what it needs besides.
 pub(super) struct Scratch {
     /// `[BLOCK_KEYS][lanes]`
     scores: Vec<f32>,
-    /// `[head_dim][lanes]`: the result, before it goes to its rows.
+    /// `[BLOCK_KEYS][padded head]`: converted keys, then values, of a block.
+    packed: Vec<f32>,
+    /// `[padded head][lanes]`: the sum of weights · values, relative to 2^greatest.
     pub(super) output: Vec<f32>,
+    /// By lane, the greatest score.
+    pub(super) greatest: Vec<f32>,
+    /// By lane, the sum of weights, relative to 2^greatest.
+    pub(super) total: Vec<f32>,
     /// `[ends][lanes]`: base-2 log-sum-exp up to each end; −∞ where no key is visible.
     pub(super) sums: Vec<f32>,
 }
@@ -44,25 +63,58 @@ impl Scratch {
     pub(super) fn new(lanes: usize, head_dim: usize, ends: usize) -> Self {
         Self {
             scores: vec![0.0; BLOCK_KEYS * lanes],
-            output: vec![0.0; head_dim * lanes],
+            packed: vec![0.0; BLOCK_KEYS * padded(head_dim)],
+            output: vec![0.0; padded(head_dim) * lanes],
+            greatest: vec![0.0; lanes],
+            total: vec![0.0; lanes],
             sums: vec![0.0; ends * lanes],
         }
     }
 }
 
+impl<T: Number> Tile<'_, T> {
+    /// The cache's row of a slot.
+    #[inline(always)]
+    fn row(&self, slot: usize) -> usize {
+        match self.table {
+            None => slot,
+            Some(table) => table[slot / BLOCK_KEYS] as usize * BLOCK_KEYS + slot % BLOCK_KEYS,
+        }
+    }
+
+    /// `count` rows from row `first` on, as f32 with padding, and how far apart they are.
+    #[inline(always)]
+    fn numbers<'b>(&self, all: &'b [T], first: usize, count: usize, packed: &'b mut [f32]) -> (&'b [f32], usize) {
+        let (dim, padded) = (self.head_dim, padded(self.head_dim));
+        let from = &all[first * self.stride..];
+        if let (Some(numbers), true) = (T::as_f32(from), dim == padded) {
+            return (numbers, self.stride);
+        }
+        // The padding is zero from the start and is never written.
+        for (row, to) in packed.chunks_exact_mut(padded).take(count).enumerate() {
+            for (to, number) in to.iter_mut().zip(&from[row * self.stride..row * self.stride + dim]) {
+                *to = number.to_f32();
+            }
+        }
+        (packed, padded)
+    }
+}
+
 macro_rules! tile_kernel {
-    ($module:ident, $($feature:literal)?, $width:literal, $vectors:literal, $unroll:literal, $operations:ident) => {
+    ($module:ident, $($feature:literal)?, $width:literal, $vectors:literal, $keys:literal, $numbers:literal, $operations:ident) => {
         pub(super) mod $module {
-            use super::{BLOCK_KEYS, Scratch, Tile};
+            use super::{BLOCK_KEYS, Number, Scratch, Tile};
 
             /// Lanes a tile.
             pub(crate) const LANES: usize = $width * $vectors;
             const VECTORS: usize = $vectors;
-            /// Keys, or numbers of a head, at once: with the vectors, as many sums as hide the latency of a product.
-            const UNROLL: usize = $unroll;
+            /// Keys at once: with the vectors, as many sums as hide the latency of a product.
+            const KEYS: usize = $keys;
+            /// Numbers of a head at once, as well.
+            const NUMBERS: usize = $numbers;
             type Group = [V; VECTORS];
 
-            use super::$operations::{V, add, div, exp2, fma, load, max, mul, splat, store, sub, zero};
+            use super::vectors::$operations::{V, add, exp2, fma, load, max, mul, splat, store, sub, zero};
 
             #[inline]
             $(#[target_feature(enable = $feature)])?
@@ -83,13 +135,11 @@ macro_rules! tile_kernel {
             /// Scores of `N` keys: `scores[key][lane] = query · key`.
             #[inline]
             $(#[target_feature(enable = $feature)])?
-            fn dot<const N: usize>(tile: &Tile<'_>, first: usize, scores: &mut [f32]) {
-                let rows: [&[f32]; N] = std::array::from_fn(|key| {
-                    let start = (first + key) * tile.stride;
-                    &tile.keys[start..start + tile.head_dim]
-                });
+            fn dot<const N: usize>(query: &[f32], keys: &[f32], stride: usize, scores: &mut [f32]) {
+                let dim = query.len() / LANES;
+                let rows: [&[f32]; N] = std::array::from_fn(|key| &keys[key * stride..key * stride + dim]);
                 let mut sums: [Group; N] = [[zero(); VECTORS]; N];
-                for (number, query) in tile.query.chunks_exact(LANES).enumerate() {
+                for (number, query) in query.chunks_exact(LANES).enumerate() {
                     let query = load_group(query);
                     for key in 0..N {
                         let value = splat(rows[key][number]);
@@ -103,20 +153,20 @@ macro_rules! tile_kernel {
                 }
             }
 
-            /// Attention of one tile; the result is in `scratch.output`.
+            /// Attention of one tile; the result is in `scratch`.
             $(#[target_feature(enable = $feature)])?
-            pub(crate) fn attend(tile: &Tile<'_>, scratch: &mut Scratch) {
-                let Scratch { scores, output, sums } = scratch;
+            pub(crate) fn attend<T: Number>(tile: &Tile<'_, T>, scratch: &mut Scratch) {
+                let Scratch { scores, packed, output, greatest: greatest_out, total: total_out, sums } = scratch;
                 let mut sums = sums.chunks_exact_mut(LANES);
                 let mut ends = tile.ends.iter().map(|&end| end as usize).peekable();
-                let last = tile.slots[LANES - 1] as usize;
-                let unmasked = tile.slots[0] as usize;
-                let mut greatest: Group = [splat(f32::NEG_INFINITY); VECTORS];
+                let unmasked = tile.last[0] as usize;
+                // Finite, so that a lane that sees nothing yet has differences that are numbers.
+                let mut greatest: Group = [splat(f32::MIN); VECTORS];
                 let mut total: Group = [zero(); VECTORS];
                 output.fill(0.0);
-                let mut first = 0;
-                while first <= last {
-                    let mut count = BLOCK_KEYS.min(last + 1 - first);
+                let mut first = tile.slots.start;
+                while first < tile.slots.end {
+                    let mut count = (BLOCK_KEYS - first % BLOCK_KEYS).min(tile.slots.end - first);
                     while let Some(&end) = ends.peek() {
                         if end > first {
                             count = count.min(end - first);
@@ -125,20 +175,23 @@ macro_rules! tile_kernel {
                         ends.next();
                         record(sums.next(), greatest, total);
                     }
+                    let scores = &mut scores[..count * LANES];
+                    let row = tile.row(first);
+                    let (keys, stride) = tile.numbers(tile.keys, row, count, packed);
                     let mut key = 0;
-                    while key + UNROLL <= count {
-                        dot::<UNROLL>(tile, first + key, &mut scores[key * LANES..]);
-                        key += UNROLL;
+                    while key + KEYS <= count {
+                        dot::<KEYS>(tile.query, &keys[key * stride..], stride, &mut scores[key * LANES..]);
+                        key += KEYS;
                     }
                     while key < count {
-                        dot::<1>(tile, first + key, &mut scores[key * LANES..]);
+                        dot::<1>(tile.query, &keys[key * stride..], stride, &mut scores[key * LANES..]);
                         key += 1;
                     }
                     if first + count - 1 > unmasked {
-                        hide(tile, first, &mut scores[..count * LANES]);
+                        hide(tile.last, first, scores);
                     }
                     let mut next = greatest;
-                    for row in scores[..count * LANES].chunks_exact(LANES) {
+                    for row in scores.chunks_exact(LANES) {
                         let row = load_group(row);
                         for vector in 0..VECTORS {
                             next[vector] = max(next[vector], row[vector]);
@@ -150,7 +203,7 @@ macro_rules! tile_kernel {
                         total[vector] = mul(total[vector], correction[vector]);
                     }
                     greatest = next;
-                    for row in scores[..count * LANES].chunks_exact_mut(LANES) {
+                    for row in scores.chunks_exact_mut(LANES) {
                         let mut weights = load_group(row);
                         for vector in 0..VECTORS {
                             weights[vector] = exp2(sub(weights[vector], greatest[vector]));
@@ -158,19 +211,15 @@ macro_rules! tile_kernel {
                         }
                         store_group(row, weights);
                     }
-                    accumulate(tile, first, &scores[..count * LANES], &correction, output);
+                    let (values, stride) = tile.numbers(tile.values, row, count, packed);
+                    accumulate(scores, values, stride, &correction, output);
                     first += count;
                 }
                 for _ in ends {
                     record(sums.next(), greatest, total);
                 }
-                for row in output.chunks_exact_mut(LANES) {
-                    let mut numbers = load_group(row);
-                    for vector in 0..VECTORS {
-                        numbers[vector] = div(numbers[vector], total[vector]);
-                    }
-                    store_group(row, numbers);
-                }
+                store_group(greatest_out, greatest);
+                store_group(total_out, total);
             }
 
             /// Log-sum-exp so far, in base 2.
@@ -189,20 +238,20 @@ macro_rules! tile_kernel {
             /// output = output · correction + weights · values
             #[inline]
             $(#[target_feature(enable = $feature)])?
-            fn accumulate(tile: &Tile<'_>, first: usize, weights: &[f32], correction: &Group, output: &mut [f32]) {
-                for (step, rows) in output.chunks_exact_mut(UNROLL * LANES).enumerate() {
-                    let mut sums: [Group; UNROLL] = [[zero(); VECTORS]; UNROLL];
-                    for number in 0..UNROLL {
+            fn accumulate(weights: &[f32], values: &[f32], stride: usize, correction: &Group, output: &mut [f32]) {
+                for (step, rows) in output.chunks_exact_mut(NUMBERS * LANES).enumerate() {
+                    let mut sums: [Group; NUMBERS] = [[zero(); VECTORS]; NUMBERS];
+                    for number in 0..NUMBERS {
                         let old = load_group(&rows[number * LANES..]);
                         for vector in 0..VECTORS {
                             sums[number][vector] = mul(old[vector], correction[vector]);
                         }
                     }
                     for (key, weights) in weights.chunks_exact(LANES).enumerate() {
-                        let start = (first + key) * tile.stride + step * UNROLL;
-                        let values = &tile.values[start..start + UNROLL];
+                        let start = key * stride + step * NUMBERS;
+                        let values = &values[start..start + NUMBERS];
                         let weights = load_group(weights);
-                        for number in 0..UNROLL {
+                        for number in 0..NUMBERS {
                             let value = splat(values[number]);
                             for vector in 0..VECTORS {
                                 sums[number][vector] = fma(weights[vector], value, sums[number][vector]);
@@ -215,13 +264,13 @@ macro_rules! tile_kernel {
                 }
             }
 
-            /// Scores of keys beyond a lane's slot become −∞.
+            /// Scores of keys beyond a lane's last slot become −∞.
             #[inline(never)]
             $(#[target_feature(enable = $feature)])?
-            fn hide(tile: &Tile<'_>, first: usize, scores: &mut [f32]) {
+            fn hide(last: &[i32], first: usize, scores: &mut [f32]) {
                 for (key, row) in scores.chunks_exact_mut(LANES).enumerate() {
                     let slot = (first + key) as i32;
-                    for (score, &last) in row.iter_mut().zip(tile.slots) {
+                    for (score, &last) in row.iter_mut().zip(last) {
                         *score = if slot > last { f32::NEG_INFINITY } else { *score };
                     }
                 }
@@ -230,222 +279,13 @@ macro_rules! tile_kernel {
     };
 }
 
-/// ln(2)^k / k!, the series of 2^x: on ±1/2 six terms are exact to a unit in the last place.
-const SERIES: [f32; 6] =
-    [std::f32::consts::LN_2, 0.240_226_5, 0.055_504_11, 0.009_618_129, 0.001_333_355_8, 0.000_154_035_3];
-
-#[cfg(target_arch = "x86_64")]
-mod avx512_operations {
-    use super::SERIES;
-    use std::arch::x86_64::*;
-    pub(super) type V = __m512;
-    #[inline]
-    #[target_feature(enable = "avx512f")]
-    pub(super) fn load(from: &[f32]) -> V {
-        let from = &from[..16];
-        // SAFETY: the slice has 16 numbers; the load needs no alignment.
-        unsafe { _mm512_loadu_ps(from.as_ptr()) }
-    }
-    #[inline]
-    #[target_feature(enable = "avx512f")]
-    pub(super) fn store(to: &mut [f32], value: V) {
-        let to = &mut to[..16];
-        // SAFETY: the slice has 16 numbers; the store needs no alignment.
-        unsafe { _mm512_storeu_ps(to.as_mut_ptr(), value) }
-    }
-    #[inline]
-    #[target_feature(enable = "avx512f")]
-    pub(super) fn zero() -> V {
-        _mm512_setzero_ps()
-    }
-    #[inline]
-    #[target_feature(enable = "avx512f")]
-    pub(super) fn splat(value: f32) -> V {
-        _mm512_set1_ps(value)
-    }
-    #[inline]
-    #[target_feature(enable = "avx512f")]
-    pub(super) fn fma(a: V, b: V, c: V) -> V {
-        _mm512_fmadd_ps(a, b, c)
-    }
-    #[inline]
-    #[target_feature(enable = "avx512f")]
-    pub(super) fn add(a: V, b: V) -> V {
-        _mm512_add_ps(a, b)
-    }
-    #[inline]
-    #[target_feature(enable = "avx512f")]
-    pub(super) fn sub(a: V, b: V) -> V {
-        _mm512_sub_ps(a, b)
-    }
-    #[inline]
-    #[target_feature(enable = "avx512f")]
-    pub(super) fn mul(a: V, b: V) -> V {
-        _mm512_mul_ps(a, b)
-    }
-    #[inline]
-    #[target_feature(enable = "avx512f")]
-    pub(super) fn div(a: V, b: V) -> V {
-        _mm512_div_ps(a, b)
-    }
-    #[inline]
-    #[target_feature(enable = "avx512f")]
-    pub(super) fn max(a: V, b: V) -> V {
-        _mm512_max_ps(a, b)
-    }
-    /// 2^x for x ≤ 0, −∞ included.
-    #[inline]
-    #[target_feature(enable = "avx512f")]
-    pub(super) fn exp2(x: V) -> V {
-        // Below −150 every result is 0; a finite bound keeps −∞ out of the subtraction.
-        let x = _mm512_max_ps(x, _mm512_set1_ps(-200.0));
-        let whole = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
-        let rest = _mm512_sub_ps(x, whole);
-        let mut sum = _mm512_set1_ps(SERIES[5]);
-        for term in [SERIES[4], SERIES[3], SERIES[2], SERIES[1], SERIES[0], 1.0] {
-            sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(term));
-        }
-        _mm512_scalef_ps(sum, whole)
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-mod avx2_operations {
-    use super::SERIES;
-    use std::arch::x86_64::*;
-    pub(super) type V = __m256;
-    #[inline]
-    #[target_feature(enable = "avx2,fma")]
-    pub(super) fn load(from: &[f32]) -> V {
-        let from = &from[..8];
-        // SAFETY: the slice has 8 numbers; the load needs no alignment.
-        unsafe { _mm256_loadu_ps(from.as_ptr()) }
-    }
-    #[inline]
-    #[target_feature(enable = "avx2,fma")]
-    pub(super) fn store(to: &mut [f32], value: V) {
-        let to = &mut to[..8];
-        // SAFETY: the slice has 8 numbers; the store needs no alignment.
-        unsafe { _mm256_storeu_ps(to.as_mut_ptr(), value) }
-    }
-    #[inline]
-    #[target_feature(enable = "avx2,fma")]
-    pub(super) fn zero() -> V {
-        _mm256_setzero_ps()
-    }
-    #[inline]
-    #[target_feature(enable = "avx2,fma")]
-    pub(super) fn splat(value: f32) -> V {
-        _mm256_set1_ps(value)
-    }
-    #[inline]
-    #[target_feature(enable = "avx2,fma")]
-    pub(super) fn fma(a: V, b: V, c: V) -> V {
-        _mm256_fmadd_ps(a, b, c)
-    }
-    #[inline]
-    #[target_feature(enable = "avx2,fma")]
-    pub(super) fn add(a: V, b: V) -> V {
-        _mm256_add_ps(a, b)
-    }
-    #[inline]
-    #[target_feature(enable = "avx2,fma")]
-    pub(super) fn sub(a: V, b: V) -> V {
-        _mm256_sub_ps(a, b)
-    }
-    #[inline]
-    #[target_feature(enable = "avx2,fma")]
-    pub(super) fn mul(a: V, b: V) -> V {
-        _mm256_mul_ps(a, b)
-    }
-    #[inline]
-    #[target_feature(enable = "avx2,fma")]
-    pub(super) fn div(a: V, b: V) -> V {
-        _mm256_div_ps(a, b)
-    }
-    #[inline]
-    #[target_feature(enable = "avx2,fma")]
-    pub(super) fn max(a: V, b: V) -> V {
-        _mm256_max_ps(a, b)
-    }
-    /// 2^x for x ≤ 0, −∞ included; 0 below −125.
-    #[inline]
-    #[target_feature(enable = "avx2,fma")]
-    pub(super) fn exp2(x: V) -> V {
-        let bound = _mm256_set1_ps(-125.0);
-        let visible = _mm256_cmp_ps::<_CMP_GE_OQ>(x, bound);
-        let x = _mm256_max_ps(x, bound);
-        let whole = _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
-        let rest = _mm256_sub_ps(x, whole);
-        let mut sum = _mm256_set1_ps(SERIES[5]);
-        for term in [SERIES[4], SERIES[3], SERIES[2], SERIES[1], SERIES[0], 1.0] {
-            sum = _mm256_fmadd_ps(sum, rest, _mm256_set1_ps(term));
-        }
-        let exponent = _mm256_slli_epi32::<23>(_mm256_cvtps_epi32(whole));
-        let scaled = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(sum), exponent));
-        _mm256_and_ps(scaled, visible)
-    }
-}
-
-mod portable_operations {
-    pub(super) type V = [f32; 4];
-    #[inline]
-    pub(super) fn load(from: &[f32]) -> V {
-        [from[0], from[1], from[2], from[3]]
-    }
-    #[inline]
-    pub(super) fn store(to: &mut [f32], value: V) {
-        to[..4].copy_from_slice(&value)
-    }
-    #[inline]
-    pub(super) fn zero() -> V {
-        [0.0; 4]
-    }
-    #[inline]
-    pub(super) fn splat(value: f32) -> V {
-        [value; 4]
-    }
-    #[inline]
-    pub(super) fn map(a: V, b: V, with: impl Fn(f32, f32) -> f32) -> V {
-        std::array::from_fn(|lane| with(a[lane], b[lane]))
-    }
-    #[inline]
-    pub(super) fn fma(a: V, b: V, c: V) -> V {
-        std::array::from_fn(|lane| a[lane] * b[lane] + c[lane])
-    }
-    #[inline]
-    pub(super) fn add(a: V, b: V) -> V {
-        map(a, b, |a, b| a + b)
-    }
-    #[inline]
-    pub(super) fn sub(a: V, b: V) -> V {
-        map(a, b, |a, b| a - b)
-    }
-    #[inline]
-    pub(super) fn mul(a: V, b: V) -> V {
-        map(a, b, |a, b| a * b)
-    }
-    #[inline]
-    pub(super) fn div(a: V, b: V) -> V {
-        map(a, b, |a, b| a / b)
-    }
-    #[inline]
-    pub(super) fn max(a: V, b: V) -> V {
-        map(a, b, f32::max)
-    }
-    #[inline]
-    pub(super) fn exp2(x: V) -> V {
-        x.map(f32::exp2)
-    }
-}
-
 // Wide tiles for prefill; narrow ones, whose lanes a single row's query heads fill better, for decode.
 #[cfg(target_arch = "x86_64")]
-tile_kernel!(avx512, "avx512f", 16, 4, 4, avx512_operations);
+tile_kernel!(avx512, "avx512f", 16, 3, 8, 4, avx512);
 #[cfg(target_arch = "x86_64")]
-tile_kernel!(avx512_narrow, "avx512f", 16, 1, 8, avx512_operations);
+tile_kernel!(avx512_narrow, "avx512f", 16, 1, 8, 8, avx512);
 #[cfg(target_arch = "x86_64")]
-tile_kernel!(avx2, "avx2,fma", 8, 3, 4, avx2_operations);
+tile_kernel!(avx2, "avx2,fma", 8, 3, 4, 4, avx2);
 #[cfg(target_arch = "x86_64")]
-tile_kernel!(avx2_narrow, "avx2,fma", 8, 1, 8, avx2_operations);
-tile_kernel!(portable, , 4, 4, 4, portable_operations);
+tile_kernel!(avx2_narrow, "avx2,fma", 8, 1, 8, 8, avx2);
+tile_kernel!(portable, , 4, 4, 4, 4, portable);

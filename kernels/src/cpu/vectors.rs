@@ -1,0 +1,196 @@
+//! Vectors of f32 of three instruction sets, with the same operations.
+
+/// ln(2)^k / k!, the series of 2^x: on ±1/2 six terms are exact to a unit in the last place.
+const SERIES: [f32; 6] =
+    [std::f32::consts::LN_2, 0.240_226_5, 0.055_504_11, 0.009_618_129, 0.001_333_355_8, 0.000_154_035_3];
+
+#[cfg(target_arch = "x86_64")]
+pub(super) mod avx512 {
+    use super::SERIES;
+    use std::arch::x86_64::*;
+    pub(crate) type V = __m512;
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(crate) fn load(from: &[f32]) -> V {
+        let from = &from[..16];
+        // SAFETY: the slice has 16 numbers; the load needs no alignment.
+        unsafe { _mm512_loadu_ps(from.as_ptr()) }
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(crate) fn store(to: &mut [f32], value: V) {
+        let to = &mut to[..16];
+        // SAFETY: the slice has 16 numbers; the store needs no alignment.
+        unsafe { _mm512_storeu_ps(to.as_mut_ptr(), value) }
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(crate) fn zero() -> V {
+        _mm512_setzero_ps()
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(crate) fn splat(value: f32) -> V {
+        _mm512_set1_ps(value)
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(crate) fn fma(a: V, b: V, c: V) -> V {
+        _mm512_fmadd_ps(a, b, c)
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(crate) fn add(a: V, b: V) -> V {
+        _mm512_add_ps(a, b)
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(crate) fn sub(a: V, b: V) -> V {
+        _mm512_sub_ps(a, b)
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(crate) fn mul(a: V, b: V) -> V {
+        _mm512_mul_ps(a, b)
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(crate) fn max(a: V, b: V) -> V {
+        _mm512_max_ps(a, b)
+    }
+    /// 2^x for x ≤ 0, −∞ included.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(crate) fn exp2(x: V) -> V {
+        // Below −150 every result is 0; a finite bound keeps −∞ out of the subtraction.
+        let x = _mm512_max_ps(x, _mm512_set1_ps(-200.0));
+        let whole = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
+        let rest = _mm512_sub_ps(x, whole);
+        let mut sum = _mm512_set1_ps(SERIES[5]);
+        for term in [SERIES[4], SERIES[3], SERIES[2], SERIES[1], SERIES[0], 1.0] {
+            sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(term));
+        }
+        _mm512_scalef_ps(sum, whole)
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+pub(super) mod avx2 {
+    use super::SERIES;
+    use std::arch::x86_64::*;
+    pub(crate) type V = __m256;
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    pub(crate) fn load(from: &[f32]) -> V {
+        let from = &from[..8];
+        // SAFETY: the slice has 8 numbers; the load needs no alignment.
+        unsafe { _mm256_loadu_ps(from.as_ptr()) }
+    }
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    pub(crate) fn store(to: &mut [f32], value: V) {
+        let to = &mut to[..8];
+        // SAFETY: the slice has 8 numbers; the store needs no alignment.
+        unsafe { _mm256_storeu_ps(to.as_mut_ptr(), value) }
+    }
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    pub(crate) fn zero() -> V {
+        _mm256_setzero_ps()
+    }
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    pub(crate) fn splat(value: f32) -> V {
+        _mm256_set1_ps(value)
+    }
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    pub(crate) fn fma(a: V, b: V, c: V) -> V {
+        _mm256_fmadd_ps(a, b, c)
+    }
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    pub(crate) fn add(a: V, b: V) -> V {
+        _mm256_add_ps(a, b)
+    }
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    pub(crate) fn sub(a: V, b: V) -> V {
+        _mm256_sub_ps(a, b)
+    }
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    pub(crate) fn mul(a: V, b: V) -> V {
+        _mm256_mul_ps(a, b)
+    }
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    pub(crate) fn max(a: V, b: V) -> V {
+        _mm256_max_ps(a, b)
+    }
+    /// 2^x for x ≤ 0, −∞ included; 0 below −125.
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    pub(crate) fn exp2(x: V) -> V {
+        let bound = _mm256_set1_ps(-125.0);
+        let visible = _mm256_cmp_ps::<_CMP_GE_OQ>(x, bound);
+        let x = _mm256_max_ps(x, bound);
+        let whole = _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
+        let rest = _mm256_sub_ps(x, whole);
+        let mut sum = _mm256_set1_ps(SERIES[5]);
+        for term in [SERIES[4], SERIES[3], SERIES[2], SERIES[1], SERIES[0], 1.0] {
+            sum = _mm256_fmadd_ps(sum, rest, _mm256_set1_ps(term));
+        }
+        let exponent = _mm256_slli_epi32::<23>(_mm256_cvtps_epi32(whole));
+        let scaled = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(sum), exponent));
+        _mm256_and_ps(scaled, visible)
+    }
+}
+
+pub(super) mod portable {
+    pub(crate) type V = [f32; 4];
+    #[inline]
+    pub(crate) fn load(from: &[f32]) -> V {
+        [from[0], from[1], from[2], from[3]]
+    }
+    #[inline]
+    pub(crate) fn store(to: &mut [f32], value: V) {
+        to[..4].copy_from_slice(&value)
+    }
+    #[inline]
+    pub(crate) fn zero() -> V {
+        [0.0; 4]
+    }
+    #[inline]
+    pub(crate) fn splat(value: f32) -> V {
+        [value; 4]
+    }
+    #[inline]
+    pub(crate) fn map(a: V, b: V, with: impl Fn(f32, f32) -> f32) -> V {
+        std::array::from_fn(|lane| with(a[lane], b[lane]))
+    }
+    #[inline]
+    pub(crate) fn fma(a: V, b: V, c: V) -> V {
+        std::array::from_fn(|lane| a[lane] * b[lane] + c[lane])
+    }
+    #[inline]
+    pub(crate) fn add(a: V, b: V) -> V {
+        map(a, b, |a, b| a + b)
+    }
+    #[inline]
+    pub(crate) fn sub(a: V, b: V) -> V {
+        map(a, b, |a, b| a - b)
+    }
+    #[inline]
+    pub(crate) fn mul(a: V, b: V) -> V {
+        map(a, b, |a, b| a * b)
+    }
+    #[inline]
+    pub(crate) fn max(a: V, b: V) -> V {
+        map(a, b, f32::max)
+    }
+    #[inline]
+    pub(crate) fn exp2(x: V) -> V {
+        x.map(f32::exp2)
+    }
+}
