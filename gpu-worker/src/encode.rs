@@ -8,6 +8,7 @@ use kvsplice_kv::{ChunkKey, Variant, object};
 use kvsplice_model::Dtype;
 use kvsplice_model::encode::{ChunkKv, Encoder};
 use kvsplice_proto::cache::CacheClient;
+use kvsplice_proto::client::explain;
 use kvsplice_proto::v1;
 use tokio::sync::mpsc;
 use tonic::Status;
@@ -70,6 +71,12 @@ pub(crate) async fn store(
     let written = object::write(key, &kv.layout, variant, kv.tokens, &dtype.to_string(), &kv.layers);
     let object = Bytes::from(written.map_err(|error| Status::internal(error.to_string()))?);
     let bytes = object.len() as u64;
-    let created = cache.put_computed_chunk(id, variant, object, us_per_token).await?;
+    let created = cache.put_computed_chunk(id, variant, object, us_per_token).await.map_err(of_cache)?;
     Ok(v1::EncodeEvent { chunk: id.to_string(), created, bytes })
+}
+
+/// The status of a call to the cache service as the worker's caller should see it.
+pub(crate) fn of_cache(status: Status) -> Status {
+    let status = explain(status);
+    Status::new(status.code(), format!("cache service: {}", status.message()))
 }

