@@ -148,8 +148,11 @@ impl Parts {
             let what = format!("two-part attention needs rows behind the context {context:?}");
             return Err(Error::Argument(what));
         }
-        // The kernel computes in the tensors' common type: f32, so that the parts merge without another rounding.
-        let cut = |tensor: &Tensor, start: i64, tokens: i64| tensor.f_narrow(0, start, tokens)?.f_to_kind(Kind::Float);
+        // Queries are f32, so that the parts merge without another rounding; on the CPU the kernel takes keys as they are.
+        let cut = |tensor: &Tensor, start: i64, tokens: i64| {
+            let part = tensor.f_narrow(0, start, tokens)?;
+            if part.device() == tch::Device::Cpu { Ok(part) } else { part.f_to_kind(Kind::Float) }
+        };
         let run = |query: &Tensor, start: i64, tokens: i64, last: &[u32], ends: &[u32]| {
             let (keys, values) = (cut(keys, start, tokens)?, cut(values, start, tokens)?);
             ragged_causal_sums(query, &keys, &values, last, ends)

@@ -3,6 +3,7 @@
 //! The same code serves full and sparse prefill, decode, encoding and the auxiliary model: a batch is a list of
 //! segments, each a run of rows of one sequence with its slots. It does not know why a row is computed.
 
+use kvsplice_kernels::activation::silu_mul;
 use kvsplice_kernels::memory::release_unused;
 use kvsplice_kernels::rope::{RopeTable, Rotation};
 use tch::{Kind, Tensor};
@@ -296,13 +297,10 @@ impl Decoder {
     pub fn finish(&self, layer: u32, hidden: &Tensor, attention: &Tensor) -> Result<Tensor, Error> {
         let weights = &self.layers[layer as usize];
         let rows = hidden.size()[0];
-        let intermediate = i64::from(self.config.intermediate);
         let mut hidden = product(&attention.f_reshape([rows, -1])?, &weights.output, None)?.f_add_(hidden)?;
         let normed = self.rms_norm(&hidden, &weights.mlp_norm)?;
         let gate_up = product(&normed, &weights.gate_up, None)?;
-        let mut gate = gate_up.f_narrow(1, 0, intermediate)?.f_silu_()?;
-        let up = gate_up.f_narrow(1, intermediate, intermediate)?;
-        let inner = gate.f_mul_(&up)?;
+        let inner = silu_mul(gate_up)?;
         Ok(hidden.f_add_(&product(&inner, &weights.down, None)?)?)
     }
 

@@ -1,5 +1,7 @@
 //! What this machine can do, measured: the ceilings beside which a benchmark prints its figures.
 
+pub mod kernels;
+
 use std::time::{Duration, Instant};
 
 use tch::{Device, Kind, Tensor};
@@ -24,11 +26,14 @@ fn median(span: Duration, mut run: impl FnMut() -> Result<(), Error>) -> Result<
     Ok(times[times.len() / 2])
 }
 
-/// GFLOPS of the library's matrix product in `dtype`, sustained: the best over tall, square and wide shapes.
+/// Rows, inner size and columns of the products that the peak is the best of: tall, square and wide.
+const PRODUCTS: [(i64, i64, i64); 4] = [(512, 896, 1152), (512, 896, 9728), (2048, 2048, 2048), (1024, 4096, 4096)];
+
+/// GFLOPS of the library's matrix product in `dtype`, sustained.
 pub fn matmul_gflops(dtype: Dtype) -> Result<f64, Error> {
     let none: Option<Tensor> = None;
     let mut best = 0.0f64;
-    for (rows, inner, columns) in [(512, 896, 1152), (512, 896, 9728), (2048, 2048, 2048), (1024, 4096, 4096)] {
+    for (rows, inner, columns) in PRODUCTS {
         let left = Tensor::f_ones([rows, inner], (dtype.kind(), Device::Cpu))?;
         let right = Tensor::f_ones([columns, inner], (dtype.kind(), Device::Cpu))?;
         let product = || left.f_linear(&right, none.as_ref()).map(drop).map_err(Error::from);

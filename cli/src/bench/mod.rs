@@ -2,6 +2,7 @@
 
 mod cache;
 mod flops;
+mod kernels;
 mod prompt;
 mod ttft;
 
@@ -16,6 +17,9 @@ pub(crate) struct BenchFlags {
 
 #[derive(Subcommand)]
 enum Which {
+    /// Rates of the kernels beside the matrix-product peak and the memory bandwidth, in turns
+    #[command(after_help = "Example: kvsplice bench kernels --rounds 9 --json")]
+    Kernels(kernels::KernelFlags),
     /// Time to the first token of full, direct and clip on the same prompt, in turns
     #[command(
         after_help = "Example: kvsplice bench ttft --tokens 4096 --chunk-tokens 256 --question-tokens 32 --ratio 0.2"
@@ -31,6 +35,7 @@ enum Which {
 /// Runs a benchmark.
 pub(crate) async fn run(flags: BenchFlags) -> anyhow::Result<()> {
     match flags.which {
+        Which::Kernels(flags) => kernels::run(flags).await,
         Which::Ttft(flags) => ttft::run(*flags).await,
         Which::Cache(flags) => cache::run(*flags).await,
     }
