@@ -5,10 +5,10 @@
 //! CPU kernel, which computes in f32 whatever the tensors' type, and the library's fused kernel on tiles of ascending
 //! rows, with the keys cut at the tile's last slot and a mask inside it, for shapes that ours does not take.
 
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::cpu::attention::Shape;
-use crate::{Error, Isa, argument, cpu, data};
+use crate::{Error, Isa, argument, cpu, data, device};
 
 /// Rows a tile: enough work a call, few masked keys (measured best of 64, 128 and 256 on AVX2 and AVX-512).
 const TILE: usize = 128;
@@ -24,6 +24,9 @@ const TILE: usize = 128;
 /// capacity.
 pub fn ragged_causal(query: &Tensor, keys: &Tensor, values: &Tensor, last: &[u32]) -> Result<Tensor, Error> {
     let dim = check(query, keys, values, last)?;
+    if query.device() != Device::Cpu {
+        return Ok(device::ragged_causal(query, keys, values, last, None)?.0);
+    }
     if !dim.is_multiple_of(cpu::attention::HEAD_DIM_STEP) && !last.is_empty() {
         return library(query, keys, values, last);
     }
@@ -46,6 +49,10 @@ pub fn ragged_causal_sums(
     if !dim.is_multiple_of(cpu::attention::HEAD_DIM_STEP) || !ends.is_sorted() {
         let what = format!("head size {dim} must be a multiple of 8 and the ends must ascend");
         return Err(argument("ragged_causal_sums", what));
+    }
+    if query.device() != Device::Cpu {
+        let (output, sums) = device::ragged_causal(query, keys, values, last, Some(ends))?;
+        return Ok((output, sums.ok_or_else(|| argument("ragged_causal_sums", "no sums"))?));
     }
     own(Isa::best(), query, keys, values, last, ends)
 }
@@ -172,7 +179,6 @@ fn mask(slots: &[u32], visible: i64, kind: Kind) -> Result<Tensor, Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tch::Device;
 
     fn random(shape: &[i64], seed: i64) -> Tensor {
         tch::manual_seed(seed);

@@ -1,0 +1,42 @@
+//! CUDA: the kernels of `kernels/cuda`, launched through the driver on libtorch's current stream.
+//!
+//! Nothing here is linked: the driver, NVRTC and libtorch's CUDA library are opened at run time, so one build serves
+//! machines with and without a GPU. Shapes, types and devices are checked in safe code before a launch.
+
+mod arguments;
+pub(crate) mod attention;
+mod compile;
+mod driver;
+pub mod elementwise;
+#[cfg(test)]
+mod emulated;
+mod library;
+pub mod place;
+mod tensor;
+
+use crate::Error;
+
+pub use compile::embedded;
+pub(crate) use driver::gpu;
+pub use driver::{Properties, memory, open};
+pub use library::load;
+
+/// Thread blocks and their size.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Grid {
+    pub(crate) blocks: [u32; 3],
+    pub(crate) threads: u32,
+}
+
+/// What runs kernels: a GPU, or in tests the CPU.
+pub(crate) trait Launch {
+    /// Starts a kernel on the current stream.
+    ///
+    /// # Safety
+    /// `arguments` must be the struct that the kernel takes, and what it points to must be large enough and of this
+    /// device.
+    unsafe fn launch<A>(&self, kernel: &str, grid: Grid, shared_bytes: usize, arguments: &A) -> Result<(), Error>;
+
+    /// Multiprocessors of the device.
+    fn multiprocessors(&self) -> usize;
+}
