@@ -1,7 +1,7 @@
 // The functions of device.h on the CPU, for tests only: every thread of a block is a fiber, one block runs after another.
 //
 // It is stricter than a GPU where it can be: shared memory starts as NaN, a copy arrives as late as it may (or, by choice,
-// as early), threads run in ascending or descending order, and addresses in shared memory are checked. It knows nothing of
+// as early), each warp runs as far ahead of the others as barriers let it, in ascending or descending order, and addresses in shared memory are checked. It knows nothing of
 // time, and a read of global memory beyond a tensor is found only by what it brings in.
 #pragma once
 #include <cmath>
@@ -127,6 +127,19 @@ inline void enter() {
   fail("a thread goes on after its end");
 }
 
+// Resumes every thread of a warp that has not ended; returns whether one had not.
+inline bool run_warp(int first, bool reversed) {
+  bool left = false;
+  for (int place = 0; place < 32; ++place) {
+    Thread &fiber = block->threads[first + (reversed ? 31 - place : place)];
+    if (fiber.done) continue;
+    left = true;
+    block->current = &fiber;
+    kvsplice_emulate_switch(&block->scheduler, fiber.stack_pointer);
+  }
+  return left;
+}
+
 inline void run_block(const int (&index)[3], int threads, int shared_bytes, int mode, void (*kernel)(const void *), const void *arguments) {
   static thread_local Block state;
   block = &state;
@@ -135,7 +148,8 @@ inline void run_block(const int (&index)[3], int threads, int shared_bytes, int 
   state.kernel = kernel;
   state.arguments = arguments;
   state.shared.assign(shared_bytes, 0xff);
-  state.warps.assign((threads + 31) / 32, Warp());
+  if (threads % 32 != 0) fail("a thread block of broken warps");
+  state.warps.assign(threads / 32, Warp());
   state.threads.resize(threads);
   state.waiting = 0;
   for (int thread = 0; thread < threads; ++thread) {
@@ -149,15 +163,16 @@ inline void run_block(const int (&index)[3], int threads, int shared_bytes, int 
     frame[6] = reinterpret_cast<void *>(&enter);  // six registers below the place to go to
     fiber.stack_pointer = frame;
   }
+  // A warp runs until it can go no further: one that does not wait for the others is far ahead of them.
   for (;;) {
     const unsigned long before = state.progress;
     int left = 0;
-    for (int place = 0; place < threads; ++place) {
-      Thread &fiber = state.threads[mode & REVERSED ? threads - 1 - place : place];
-      if (fiber.done) continue;
-      ++left;
-      state.current = &fiber;
-      kvsplice_emulate_switch(&state.scheduler, fiber.stack_pointer);
+    for (int first = 0; first < threads; first += 32) {
+      unsigned long since;
+      do {
+        since = state.progress;
+        left = run_warp(mode & REVERSED ? threads - 32 - first : first, mode & REVERSED) ? left + 1 : left;
+      } while (state.progress != since);
     }
     if (left == 0) return;
     if (state.progress == before) fail("threads wait for others that do not come");
