@@ -94,7 +94,8 @@ impl Assembly {
         let whole = |part: &Part, rows: &Vec<Range<u32>>| {
             RowRanges::from_ranges(rows.iter().cloned()).len() == part.rows(self.tokens) as usize
         };
-        let came = |rows: &[Vec<Range<u32>>; 4]| self.layout.parts().iter().all(|part| whole(part, &rows[part.index()]));
+        let came =
+            |rows: &[Vec<Range<u32>>; 4]| self.layout.parts().iter().all(|part| whole(part, &rows[part.index()]));
         if self.failed || !self.rows.iter().all(came) {
             return None;
         }

@@ -3,10 +3,7 @@
 use tch::{Device, Tensor};
 
 use crate::attention::ragged_causal;
-use crate::{Error, argument, cuda};
-
-/// Tokens of a block.
-pub const BLOCK_TOKENS: u32 = 64;
+use crate::{BLOCK, Error, argument, cuda};
 
 /// The rows of one request.
 #[derive(Clone, Copy, Debug)]
@@ -26,11 +23,11 @@ impl Rows<'_> {
         let slots = match self.table {
             None => capacity,
             Some(table) => {
-                let blocks = capacity / BLOCK_TOKENS as usize;
+                let blocks = capacity / BLOCK as usize;
                 if let Some(&block) = table.iter().find(|&&block| block as usize >= blocks) {
                     return Err(argument(op, format!("block {block} is beyond the {blocks} blocks")));
                 }
-                table.len().saturating_mul(BLOCK_TOKENS as usize)
+                table.len().saturating_mul(BLOCK as usize)
             }
         };
         match self.last.last() {
@@ -61,7 +58,7 @@ pub fn ragged_causal_blocks(
     }
     let (blocks, tokens, kv_heads, head_dim) = keys.size4()?;
     let rows: usize = requests.iter().map(|request| request.last.len()).sum();
-    if tokens != i64::from(BLOCK_TOKENS) || rows as i64 != query.size3()?.0 || keys.size() != values.size() {
+    if tokens != i64::from(BLOCK) || rows as i64 != query.size3()?.0 || keys.size() != values.size() {
         let what = format!("{rows} rows, query {:?}, keys {:?}, values {:?}", query.size(), keys.size(), values.size());
         return Err(argument(OP, what));
     }

@@ -12,7 +12,10 @@ pub mod elementwise;
 mod emulated;
 mod library;
 pub mod place;
+mod staging;
 mod tensor;
+
+use std::ffi::c_void;
 
 use crate::Error;
 
@@ -36,6 +39,14 @@ pub(crate) trait Launch {
     /// `arguments` must be the struct that the kernel takes, and what it points to must be large enough and of this
     /// device.
     unsafe fn launch<A>(&self, kernel: &str, grid: Grid, shared_bytes: usize, arguments: &A) -> Result<(), Error>;
+
+    /// Copies `parts` to the device, without waiting, and runs `work` on where they are, each at a multiple of 16 bytes.
+    /// They stay until what `work` has started on the current stream has ended.
+    fn with_staged<R>(
+        &self,
+        parts: &[&[u8]],
+        work: impl FnOnce(&[*const c_void]) -> Result<R, Error>,
+    ) -> Result<R, Error>;
 
     /// Multiprocessors of the device.
     fn multiprocessors(&self) -> usize;

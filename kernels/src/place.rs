@@ -121,18 +121,20 @@ pub use tensors::place;
 
 #[cfg(feature = "libtorch")]
 mod tensors {
-    use tch::{Kind, Tensor};
+    use tch::{Device, Kind, Tensor};
 
     use super::{Error, OP, Stored, argument, places};
+    use crate::blocks::Rows;
     use crate::cpu::number::Number;
     use crate::cpu::place::Destination;
+    use crate::cuda::place::Target;
     use crate::rope::Rotation;
-    use crate::{Isa, cpu, data};
+    use crate::{Isa, cpu, cuda, data};
 
     /// Places rows, parallel over the pool.
     ///
     /// - `keys`, `values`: the sequence's memory, `[capacity, kv_heads, head_dim]` or, in blocks of 64 tokens,
-    ///   `[blocks, 64, kv_heads, head_dim]`; f32 or bf16, both alike, contiguous, on the CPU.
+    ///   `[blocks, 64, kv_heads, head_dim]`; both alike, contiguous; f32 or bf16 on the CPU, bf16 or f16 on CUDA.
     /// - `slots`: one a row of all pieces together, strictly ascending.
     /// - `table`: the block of each 64 slots; without one, slot s is row s.
     /// - `rotation`: of the rows' positions.
@@ -174,6 +176,11 @@ mod tensors {
             return Err(argument(OP, what));
         }
         let places = places(slots, table, capacity as usize)?;
+        if let Device::Cuda(index) = keys.device() {
+            let (cosines, sines) = rotation.tables();
+            let rows = Rows { last: slots, table };
+            return cuda::place::place(&*cuda::gpu(index)?, pieces, &Target { keys, values, rows, cosines, sines });
+        }
         match keys.kind() {
             Kind::BFloat16 => of_kind::<half::bf16>(keys, values, &places, pieces, rotation, kv_heads, head_dim),
             _ => of_kind::<f32>(keys, values, &places, pieces, rotation, kv_heads, head_dim),

@@ -6,11 +6,9 @@ use super::arguments::{Attend, Merge, Tile};
 use super::tensor::{check, number, pointer, pointer_or_null, send, upload};
 use super::{Grid, Launch};
 use crate::blocks::Rows;
-use crate::{Error, argument};
+use crate::{BLOCK, Error, argument};
 
 const OP: &str = "ragged_causal";
-/// Tokens of a block of keys and values.
-const BLOCK_TOKENS: usize = 64;
 /// Head sizes that have kernels.
 pub(crate) const HEAD_DIMS: [i64; 2] = [64, 128];
 /// Lanes of all requests together are below this, so that the kernels' division is exact.
@@ -184,7 +182,7 @@ fn check_shapes(query: &Tensor, keys: &Tensor, values: &Tensor) -> Result<usize,
     let (shape, key_shape) = (query.size(), keys.size());
     let fits = match (&shape[..], &key_shape[..]) {
         (&[_, heads, dim], &[.., kv_heads, key_dim]) => {
-            let blocks = key_shape.len() == 3 || (key_shape.len() == 4 && key_shape[1] == BLOCK_TOKENS as i64);
+            let blocks = key_shape.len() == 3 || (key_shape.len() == 4 && key_shape[1] == i64::from(BLOCK));
             blocks && dim == key_dim && HEAD_DIMS.contains(&dim) && kv_heads > 0 && heads > 0 && heads % kv_heads == 0
         }
         _ => false,

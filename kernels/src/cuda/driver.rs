@@ -9,6 +9,7 @@ use cudarc::driver::result;
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
 
 use super::compile::{SOURCES, code};
+use super::staging::{Staging, with_staged};
 use super::{Grid, Launch, library};
 use crate::Error;
 
@@ -39,6 +40,7 @@ pub(crate) struct Gpu {
     context: sys::CUcontext,
     functions: BTreeMap<&'static str, sys::CUfunction>,
     properties: Properties,
+    staging: Mutex<Staging>,
 }
 
 // SAFETY: a context and its functions are handles that any thread may use; the driver locks inside.
@@ -149,8 +151,10 @@ fn load_kernels(index: usize, properties: Properties) -> Result<Gpu, Error> {
     let device = result::device::get(index as i32).map_err(failed("get device"))?;
     // SAFETY: the device exists; the context is libtorch's own (the primary one) and is never released by us.
     let context = unsafe { result::primary_ctx::retain(device) }.map_err(failed("context"))?;
-    let mut gpu = Gpu { index, context, functions: BTreeMap::new(), properties };
-    gpu.enter()?;
+    // SAFETY: the context is the one just retained.
+    unsafe { result::ctx::set_current(context) }.map_err(failed("context"))?;
+    let staging = Mutex::new(Staging::new().map_err(failed("staging"))?);
+    let mut gpu = Gpu { index, context, functions: BTreeMap::new(), properties, staging };
     for (source, text) in SOURCES {
         let image = code(source, text, major, minor)?;
         // SAFETY: the image is a cubin of ours or NVRTC's; the driver copies it, and checks its architecture.
@@ -198,6 +202,16 @@ impl Launch for Gpu {
             result::launch_kernel(function, (x, y, z), threads, shared_bytes as u32, self.stream()?, &mut parameters)
         };
         launched.map_err(failed("launch"))
+    }
+
+    fn with_staged<R>(
+        &self,
+        parts: &[&[u8]],
+        work: impl FnOnce(&[*const c_void]) -> Result<R, Error>,
+    ) -> Result<R, Error> {
+        self.enter()?;
+        let staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
+        with_staged(staging, parts, self.stream()?, failed("staging"), work)
     }
 
     fn multiprocessors(&self) -> usize {

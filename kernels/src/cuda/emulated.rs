@@ -59,6 +59,26 @@ impl Launch for Emulated {
         Ok(())
     }
 
+    fn with_staged<R>(
+        &self,
+        parts: &[&[u8]],
+        work: impl FnOnce(&[*const c_void]) -> Result<R, Error>,
+    ) -> Result<R, Error> {
+        let aligned: Vec<Vec<u128>> = parts
+            .iter()
+            .map(|part| {
+                let mut words = vec![0u128; part.len().div_ceil(16)];
+                for (word, bytes) in words.iter_mut().zip(part.chunks(16)) {
+                    let mut whole = [0; 16];
+                    whole[..bytes.len()].copy_from_slice(bytes);
+                    *word = u128::from_ne_bytes(whole);
+                }
+                words
+            })
+            .collect();
+        work(&aligned.iter().map(|words| words.as_ptr().cast()).collect::<Vec<_>>())
+    }
+
     fn multiprocessors(&self) -> usize {
         self.multiprocessors
     }

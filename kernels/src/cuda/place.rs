@@ -1,73 +1,29 @@
 //! Stored keys and values into blocks on CUDA, and projected rows likewise: decoded, rotated and placed in one pass.
 
+use std::ffi::c_void;
+
 use tch::{Kind, Tensor};
 
 use super::arguments::{Place, Scatter};
 use super::tensor::{check, check_as, number, pointer, pointer_or_null, upload};
 use super::{Grid, Launch};
 use crate::blocks::Rows;
+use crate::place::{Encoding, Stored};
+use crate::quantize::Format;
 use crate::{Error, argument};
 
 const THREADS: u32 = 256;
 /// Pairs of numbers that a thread moves.
 const PAIRS: usize = 8;
-/// Tokens that share a scale of K.
-const SCALE_TOKENS: usize = 64;
 
-/// How numbers are stored. Integers and fp8 are symmetric: number = scale · code.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Encoding {
-    /// 4 bytes, exact.
-    F32,
-    /// 2 bytes.
-    Bf16,
-    /// 1 byte.
-    Int8,
-    /// 1 byte, e4m3.
-    Fp8,
-    /// Half a byte, the low one first along head_dim.
-    Int4,
-}
-
-impl Encoding {
-    const fn code(self) -> i32 {
-        match self {
-            Encoding::F32 => 0,
-            Encoding::Bf16 => 1,
-            Encoding::Int8 => 2,
-            Encoding::Fp8 => 3,
-            Encoding::Int4 => 4,
-        }
+const fn code(encoding: Encoding) -> i32 {
+    match encoding {
+        Encoding::F32 => 0,
+        Encoding::Bf16 => 1,
+        Encoding::Quantized(Format::Int8) => 2,
+        Encoding::Quantized(Format::Fp8) => 3,
+        Encoding::Quantized(Format::Int4) => 4,
     }
-
-    const fn scaled(self) -> bool {
-        matches!(self, Encoding::Int8 | Encoding::Fp8 | Encoding::Int4)
-    }
-
-    /// Bits a number.
-    const fn bits(self) -> usize {
-        match self {
-            Encoding::F32 => 32,
-            Encoding::Bf16 => 16,
-            Encoding::Int8 | Encoding::Fp8 => 8,
-            Encoding::Int4 => 4,
-        }
-    }
-}
-
-/// Rows of one chunk as stored, on the device of their blocks.
-#[derive(Debug)]
-pub struct Stored<'a> {
-    /// How keys and values are stored.
-    pub encoding: Encoding,
-    /// Bytes of K `[rows, kv_heads, head_dim]` before rotation.
-    pub keys: &'a Tensor,
-    /// Bytes of V, as `keys`.
-    pub values: &'a Tensor,
-    /// Scales of K `[groups of 64 tokens, kv_heads, head_dim]` f32 and of V `[rows, kv_heads]` f32; unused by floats.
-    pub scales: Option<(&'a Tensor, &'a Tensor)>,
-    /// Where the first row stands in the first group of scales.
-    pub first_token: usize,
 }
 
 /// Where rows go.
@@ -129,57 +85,70 @@ fn grid(op: &'static str, items: usize, head_dim: usize) -> Result<Grid, Error> 
     Ok(Grid { blocks: [number(op, "thread blocks", blocks)? as u32, 1, 1], threads: THREADS })
 }
 
-/// Writes stored rows into blocks: keys decoded and rotated in f32 with one rounding, values decoded.
-pub(crate) fn place(launch: &impl Launch, stored: &Stored<'_>, target: &Target<'_>) -> Result<(), Error> {
+/// Writes the rows of all `pieces`, one after another, into blocks: keys decoded and rotated in f32 with one rounding,
+/// values decoded. The bytes go through pinned memory on a stream of their own, beside what is computed.
+pub(crate) fn place(launch: &impl Launch, pieces: &[Stored<'_>], target: &Target<'_>) -> Result<(), Error> {
     const OP: &str = "place";
     let Checked { suffix, kv_heads, head_dim, slots, table } = target.check(OP)?;
-    let (rows, device) = (target.rows.last.len(), target.keys.device());
-    let bytes = (rows * kv_heads * head_dim * stored.encoding.bits()) / 8;
-    for tensor in [stored.keys, stored.values] {
-        check_as(OP, tensor, Kind::Uint8, device)?;
-        if tensor.numel() != bytes {
-            let what =
-                format!("{} stored bytes are not the {bytes} of {rows} rows in {:?}", tensor.numel(), stored.encoding);
-            return Err(argument(OP, what));
-        }
+    let mut rows = 0usize;
+    for piece in pieces {
+        piece.check(kv_heads, head_dim)?;
+        rows = rows.saturating_add(piece.rows.len());
     }
-    let (mut key_scales, mut value_scales) = (std::ptr::null_mut(), std::ptr::null_mut());
-    if stored.encoding.scaled() {
-        let Some((keys, values)) = stored.scales else {
-            return Err(argument(OP, format!("{:?} needs scales", stored.encoding)));
+    if rows != target.rows.last.len() {
+        return Err(argument(OP, format!("{rows} stored rows do not fit {} slots", target.rows.last.len())));
+    }
+    let mut parts = Vec::with_capacity(4 * pieces.len());
+    for piece in pieces {
+        let value_scales = match piece.value_scales {
+            [] => &[][..],
+            scales => &scales[piece.rows.start * kv_heads..piece.rows.end * kv_heads],
         };
-        check_as(OP, keys, Kind::Float, device)?;
-        check_as(OP, values, Kind::Float, device)?;
-        let groups = (stored.first_token + rows).div_ceil(SCALE_TOKENS);
-        if keys.numel() < groups * kv_heads * head_dim || values.numel() != rows * kv_heads {
-            let what = format!("scales {:?} and {:?} do not fit {rows} rows", keys.size(), values.size());
-            return Err(argument(OP, what));
+        parts.extend([piece.keys, piece.values, bytes_of(piece.key_scales), bytes_of(value_scales)]);
+    }
+    launch.with_staged(&parts, |staged| {
+        let mut first = 0;
+        for (piece, staged) in pieces.iter().zip(staged.chunks_exact(4)) {
+            let rows = piece.rows.len();
+            if rows == 0 {
+                continue;
+            }
+            let of_row = |table: &Tensor| pointer_at(table, first * head_dim / 2 * size_of::<f32>());
+            let arguments = Place {
+                stored_keys: staged[0],
+                stored_values: staged[1],
+                key_scales: staged[2],
+                value_scales: staged[3],
+                keys: pointer(target.keys),
+                values: pointer(target.values),
+                cosines: of_row(target.cosines),
+                sines: of_row(target.sines),
+                slots: pointer_at(&slots, first * size_of::<i32>()),
+                table: pointer_or_null(table.as_ref()),
+                first_token: number(OP, "first token", piece.rows.start)?,
+                rows: number(OP, "rows", rows)?,
+                kv_heads: number(OP, "KV heads", kv_heads)?,
+                head_dim: number(OP, "head size", head_dim)?,
+                encoding: code(piece.encoding),
+            };
+            let grid = grid(OP, rows * kv_heads, head_dim)?;
+            // SAFETY: the kernel takes a `Place`; sizes, types, devices, slots and blocks are checked above, and
+            // `first` + `rows` are within the slots and the rotation.
+            unsafe { launch.launch(&format!("place_{suffix}"), grid, 0, &arguments)? };
+            first += rows;
         }
-        (key_scales, value_scales) = (pointer(keys), pointer(values));
-    }
-    if rows == 0 {
-        return Ok(());
-    }
-    let arguments = Place {
-        stored_keys: pointer(stored.keys),
-        stored_values: pointer(stored.values),
-        key_scales,
-        value_scales,
-        keys: pointer(target.keys),
-        values: pointer(target.values),
-        cosines: pointer(target.cosines),
-        sines: pointer(target.sines),
-        slots: pointer(&slots),
-        table: pointer_or_null(table.as_ref()),
-        first_token: number(OP, "first token", stored.first_token)?,
-        rows: number(OP, "rows", rows)?,
-        kv_heads: number(OP, "KV heads", kv_heads)?,
-        head_dim: number(OP, "head size", head_dim)?,
-        encoding: stored.encoding.code(),
-    };
-    let grid = grid(OP, rows * kv_heads, head_dim)?;
-    // SAFETY: the kernel takes a `Place`; sizes, types, devices, slots and blocks are checked above.
-    unsafe { launch.launch(&format!("place_{suffix}"), grid, 0, &arguments) }
+        Ok(())
+    })
+}
+
+fn bytes_of(numbers: &[f32]) -> &[u8] {
+    // SAFETY: every f32 is four bytes, and bytes need no alignment; the slice is borrowed as long.
+    unsafe { std::slice::from_raw_parts(numbers.as_ptr().cast(), size_of_val(numbers)) }
+}
+
+/// `bytes` behind where a tensor's numbers begin, which must be within them.
+fn pointer_at(tensor: &Tensor, bytes: usize) -> *const c_void {
+    pointer(tensor).cast::<u8>().wrapping_add(bytes).cast()
 }
 
 /// Splits projected rows `[rows, heads + 2 · kv_heads, head_dim]` (`bias`: one row, added first): returns the queries

@@ -20,8 +20,11 @@ fn rotated(heads: &Tensor, cosines: &Tensor, sines: &Tensor) -> Tensor {
     Tensor::cat(&[&first * &cosines - &second * &sines, &second * &cosines + &first * &sines], 2)
 }
 
-fn bytes_of(tensor: &Tensor) -> Tensor {
-    tensor.contiguous().view_dtype(Kind::Uint8).flatten(0, -1)
+fn bytes_of(tensor: &Tensor) -> Vec<u8> {
+    let bytes = tensor.contiguous().view_dtype(Kind::Uint8).flatten(0, -1);
+    let mut all = vec![0; bytes.numel()];
+    bytes.copy_data(&mut all, bytes.numel());
+    all
 }
 
 /// An e4m3 number by the definition of the format.
@@ -37,12 +40,12 @@ fn codes(encoding: Encoding, count: usize, seed: i64) -> (Vec<u8>, Vec<f32>) {
     tch::manual_seed(seed);
     let draw = Vec::<i64>::try_from(Tensor::randint(256, [count as i64], (Kind::Int64, Device::Cpu))).unwrap();
     match encoding {
-        Encoding::Int8 => {
+        Encoding::Quantized(Format::Int8) => {
             let codes: Vec<u8> = draw.iter().map(|&code| code as u8).collect();
             let numbers = codes.iter().map(|&code| f32::from(code as i8)).collect();
             (codes, numbers)
         }
-        Encoding::Fp8 => {
+        Encoding::Quantized(Format::Fp8) => {
             // 0x7f and 0xff are NaN; a writer never makes them.
             let codes: Vec<u8> = draw.iter().map(|&code| if code & 127 == 127 { 0 } else { code as u8 }).collect();
             let numbers = codes.iter().map(|&code| fp8(code)).collect();
@@ -57,33 +60,58 @@ fn codes(encoding: Encoding, count: usize, seed: i64) -> (Vec<u8>, Vec<f32>) {
 }
 
 struct Chunk {
-    keys: Tensor,
-    values: Tensor,
-    scales: Option<(Tensor, Tensor)>,
-    /// What is stored, in f32.
+    tokens: usize,
+    keys: Vec<u8>,
+    values: Vec<u8>,
+    key_scales: Vec<f32>,
+    value_scales: Vec<f32>,
+    /// What is stored, in f32, `[tokens, kv_heads, head_dim]`.
     meant: (Tensor, Tensor),
 }
 
-fn chunk(encoding: Encoding, rows: i64, kv_heads: i64, dim: i64, first_token: i64) -> Chunk {
-    let shape = [rows, kv_heads, dim];
-    if !encoding.scaled() {
+impl Chunk {
+    /// The rows from `first` on.
+    fn from(&self, encoding: Encoding, first: usize) -> Stored<'_> {
+        let skipped = first * (self.keys.len() / self.tokens);
+        Stored {
+            encoding,
+            tokens: self.tokens,
+            rows: first..self.tokens,
+            keys: &self.keys[skipped..],
+            values: &self.values[skipped..],
+            key_scales: &self.key_scales,
+            value_scales: &self.value_scales,
+        }
+    }
+}
+
+fn floats(tensor: &Tensor) -> Vec<f32> {
+    Vec::try_from(tensor.flatten(0, -1)).unwrap()
+}
+
+fn chunk(encoding: Encoding, tokens: i64, kv_heads: i64, dim: i64) -> Chunk {
+    let shape = [tokens, kv_heads, dim];
+    let Encoding::Quantized(_) = encoding else {
         let kind = if encoding == Encoding::F32 { Kind::Float } else { Kind::BFloat16 };
         let [keys, values] = [1, 2].map(|seed| random(&shape, seed).to_kind(kind));
         let meant = (keys.to_kind(Kind::Float), values.to_kind(Kind::Float));
-        return Chunk { keys: bytes_of(&keys), values: bytes_of(&values), scales: None, meant };
-    }
-    let count = (rows * kv_heads * dim) as usize;
+        let (keys, values) = (bytes_of(&keys), bytes_of(&values));
+        return Chunk { tokens: tokens as usize, keys, values, key_scales: vec![], value_scales: vec![], meant };
+    };
+    let count = (tokens * kv_heads * dim) as usize;
     let [(keys, key_numbers), (values, value_numbers)] = [1, 2].map(|seed| codes(encoding, count, seed));
-    let groups = (first_token + rows).div_euclid(64) + 1;
+    let groups = (tokens + 63).div_euclid(64);
     let key_scales = random(&[groups, kv_heads, dim], 3).abs() / 100;
-    let value_scales = random(&[rows, kv_heads], 4).abs() / 100;
-    let group_of_row = (Tensor::arange(rows, (Kind::Int64, Device::Cpu)) + first_token).divide_scalar_mode(64, "floor");
+    let value_scales = random(&[tokens, kv_heads], 4).abs() / 100;
+    let group_of_row = Tensor::arange(tokens, (Kind::Int64, Device::Cpu)).divide_scalar_mode(64, "floor");
     let meant_keys = Tensor::from_slice(&key_numbers).view(shape) * key_scales.index_select(0, &group_of_row);
     let meant_values = Tensor::from_slice(&value_numbers).view(shape) * value_scales.unsqueeze(2);
     Chunk {
-        keys: Tensor::from_slice(&keys),
-        values: Tensor::from_slice(&values),
-        scales: Some((key_scales, value_scales)),
+        tokens: tokens as usize,
+        keys,
+        values,
+        key_scales: floats(&key_scales),
+        value_scales: floats(&value_scales),
         meant: (meant_keys, meant_values),
     }
 }
@@ -109,13 +137,18 @@ fn check_blocks(blocks: &Tensor, exact: &Tensor, slots: &[u32], table: Option<&[
 #[test]
 fn placed_rows_equal_the_plain_twin_in_every_encoding() {
     let table = [4, 1, 3];
-    for encoding in [Encoding::F32, Encoding::Bf16, Encoding::Int8, Encoding::Fp8, Encoding::Int4] {
-        for (turn, (rows, kv_heads, dim)) in
+    let formats = [Format::Int8, Format::Fp8, Format::Int4].map(Encoding::Quantized);
+    for encoding in [Encoding::F32, Encoding::Bf16].into_iter().chain(formats) {
+        for (turn, (tokens, kv_heads, dim)) in
             [(1, 1, 64), (97, 2, 64), (130, 3, 128), (33, 2, 16)].into_iter().enumerate()
         {
             let kind = [Kind::BFloat16, Kind::Half][turn % 2];
-            let first_token = 7 * turn;
-            let stored = chunk(encoding, rows, kv_heads, dim, first_token as i64);
+            let first = [0, 13, 70, 1][turn];
+            let (whole, other) = (chunk(encoding, tokens, kv_heads, dim), chunk(Encoding::Bf16, 5, kv_heads, dim));
+            let rows = tokens - first + 5;
+            let exact = |pick: fn(&Chunk) -> &Tensor| {
+                Tensor::cat(&[pick(&whole).narrow(0, first, tokens - first), pick(&other).shallow_clone()], 0)
+            };
             let angles = random(&[rows, dim / 2], 5) * 100;
             let (cosines, sines) = (angles.cos(), angles.sin());
             let slots: Vec<u32> = (0..rows as u32).map(|row| row + row / 50 + 3).collect();
@@ -123,24 +156,14 @@ fn placed_rows_equal_the_plain_twin_in_every_encoding() {
                 for launch in Emulated::all(1) {
                     let blocks = || Tensor::full([5, 64, kv_heads, dim], -3.0, FLOAT).to_kind(kind);
                     let (keys, values) = (blocks(), blocks());
-                    let target = Target {
-                        keys: &keys,
-                        values: &values,
-                        rows: Rows { last: &slots, table },
-                        cosines: &cosines,
-                        sines: &sines,
-                    };
-                    let source = Stored {
-                        encoding,
-                        keys: &stored.keys,
-                        values: &stored.values,
-                        scales: stored.scales.as_ref().map(|(keys, values)| (keys, values)),
-                        first_token,
-                    };
-                    place(&launch, &source, &target).unwrap();
-                    let what = format!("{encoding:?} {rows} x {kv_heads} x {dim} {kind:?} {launch:?}");
-                    check_blocks(&keys, &rotated(&stored.meant.0, &cosines, &sines), &slots, table, &what);
-                    check_blocks(&values, &stored.meant.1, &slots, table, &what);
+                    let rows = Rows { last: &slots, table };
+                    let target = Target { keys: &keys, values: &values, rows, cosines: &cosines, sines: &sines };
+                    let pieces = [whole.from(encoding, first as usize), other.from(Encoding::Bf16, 0)];
+                    place(&launch, &pieces, &target).unwrap();
+                    let what = format!("{encoding:?} {tokens} x {kv_heads} x {dim} from {first} {kind:?} {launch:?}");
+                    let exact_keys = rotated(&exact(|chunk| &chunk.meant.0), &cosines, &sines);
+                    check_blocks(&keys, &exact_keys, &slots, table, &what);
+                    check_blocks(&values, &exact(|chunk| &chunk.meant.1), &slots, table, &what);
                 }
             }
         }
@@ -184,26 +207,25 @@ fn scattered_rows_equal_the_plain_twin() {
 #[test]
 fn what_does_not_fit_is_refused_with_the_values() {
     let launch = Emulated { mode: 0, multiprocessors: 1 };
-    let stored = chunk(Encoding::Int8, 4, 2, 64, 0);
+    let int8 = Encoding::Quantized(Format::Int8);
+    let stored = chunk(int8, 4, 2, 64);
     let table = random(&[4, 32], 1);
     let blocks = Tensor::zeros([2, 64, 2, 64], (Kind::Half, Device::Cpu));
-    let try_with = |keys: &Tensor, cosines: &Tensor, slots: &[u32], scales: bool, encoding: Encoding| {
+    let try_with = |keys: &Tensor, cosines: &Tensor, slots: &[u32], encoding: Encoding| {
         let rows = Rows { last: slots, table: None };
         let target = Target { keys, values: &blocks, rows, cosines, sines: &table };
-        let scales = stored.scales.as_ref().filter(|_| scales).map(|(keys, values)| (keys, values));
-        let source = Stored { encoding, keys: &stored.keys, values: &stored.values, scales, first_token: 0 };
-        place(&launch, &source, &target).map_err(|error| error.to_string())
+        place(&launch, &[stored.from(encoding, 0)], &target).map_err(|error| error.to_string())
     };
     let slots = [0, 1, 2, 127];
-    assert_eq!(try_with(&blocks, &table, &slots, true, Encoding::Int8), Ok(()));
+    assert_eq!(try_with(&blocks, &table, &slots, int8), Ok(()));
     let cases = [
-        (try_with(&blocks, &table, &[0, 1, 2, 128], true, Encoding::Int8), "slot 128 is beyond"),
-        (try_with(&blocks, &table, &[0, 1, 3, 2], true, Encoding::Int8), "descend"),
-        (try_with(&blocks, &table, &slots, false, Encoding::Int8), "needs scales"),
-        (try_with(&blocks, &table, &slots, true, Encoding::Int4), "stored bytes"),
-        (try_with(&blocks, &table.narrow(0, 0, 3), &slots, true, Encoding::Int8), "rotation"),
-        (try_with(&blocks.narrow(0, 0, 1), &table, &slots, true, Encoding::Int8), "[1, 64, 2, 64]"),
-        (try_with(&blocks.to_kind(Kind::BFloat16), &table, &slots, true, Encoding::Int8), "do not go together"),
+        (try_with(&blocks, &table, &[0, 1, 2, 128], int8), "slot 128 is beyond"),
+        (try_with(&blocks, &table, &[0, 1, 3, 2], int8), "descend"),
+        (try_with(&blocks, &table, &slots, Encoding::Bf16), "bytes of keys"),
+        (try_with(&blocks, &table.narrow(0, 0, 3), &slots, int8), "rotation"),
+        (try_with(&blocks.narrow(0, 0, 1), &table, &slots, int8), "[1, 64, 2, 64]"),
+        (try_with(&blocks.to_kind(Kind::BFloat16), &table, &slots, int8), "do not go together"),
+        (try_with(&blocks, &table.narrow(0, 0, 3), &slots[..3], int8), "rotation"),
     ];
     for (result, why) in cases {
         let text = result.unwrap_err();
