@@ -39,6 +39,8 @@ fi
 # The digest of everything that goes in stands beside the cubins.
 inputs=$(cat deploy/cubins.py deploy/cubins.sh $(ls kernels/cuda/*.cu kernels/cuda/*.h | grep -v emulate) | sha256sum)
 if [ "$(cat kernels/cubins/inputs 2>/dev/null)" = "$inputs" ]; then
+  # A checkout makes sources look newer; the build goes by time.
+  touch kernels/cubins/*.cubin
   cat kernels/cubins/report.txt
   exit 0
 fi

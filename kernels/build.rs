@@ -32,6 +32,7 @@ fn shim() {
 fn embed_cubins() {
     println!("cargo:rerun-if-changed=cubins");
     println!("cargo:rerun-if-changed=cuda");
+    let mut stale = false;
     let mut text = "const CUBINS: &[(&str, i32, i32, &[u8])] = &[\n".to_owned();
     let sources = newest(Path::new("cuda"));
     let folder = std::fs::canonicalize("cubins").unwrap_or_default();
@@ -48,10 +49,13 @@ fn embed_cubins() {
             continue;
         };
         if modified(&path) < sources {
-            println!("cargo:warning={name} is older than the sources and is left out; run `make cubins`");
+            stale = true;
             continue;
         }
         writeln!(text, "    ({source:?}, {major}, {minor}, include_bytes!({path:?})),").expect("a string takes text");
+    }
+    if stale {
+        println!("cargo:warning=cubins that are older than the kernels' sources are left out; run `make cubins`");
     }
     text.push_str("];\n");
     let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join("cubins.rs");

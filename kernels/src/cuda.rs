@@ -24,6 +24,11 @@ pub(crate) use driver::gpu;
 pub use driver::{Properties, memory, open};
 pub use library::load;
 
+/// Whether the kernels compute tensors of this type on this device.
+pub fn computes(kind: tch::Kind, device: tch::Device) -> bool {
+    matches!(device, tch::Device::Cuda(_)) && tensor::suffix(kind).is_some()
+}
+
 /// Thread blocks and their size.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Grid {

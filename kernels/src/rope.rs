@@ -98,6 +98,11 @@ impl Rotation {
         Ok(Tensor::f_cat(&[rotated_first, rotated_second], 2)?.f_to_kind(kind)?)
     }
 
+    /// The rotation on another device.
+    pub(crate) fn to_device(&self, device: Device) -> Result<Self, Error> {
+        Ok(Self { cos: self.cos.f_to_device(device)?, sin: self.sin.f_to_device(device)? })
+    }
+
     /// Cosines and sines, `[rows, 1, head_dim / 2]` each, f32.
     pub(crate) fn tables(&self) -> (&Tensor, &Tensor) {
         (&self.cos, &self.sin)

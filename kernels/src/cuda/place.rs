@@ -2,7 +2,7 @@
 
 use std::ffi::c_void;
 
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::arguments::{Place, Scatter};
 use super::tensor::{check, check_as, number, pointer, pointer_or_null, upload};
@@ -10,11 +10,14 @@ use super::{Grid, Launch};
 use crate::blocks::Rows;
 use crate::place::{Encoding, Stored};
 use crate::quantize::Format;
+use crate::rope::Rotation;
 use crate::{Error, argument};
 
 const THREADS: u32 = 256;
 /// Pairs of numbers that a thread moves.
 const PAIRS: usize = 8;
+/// Head sizes that the kernels take are multiples of this.
+pub(crate) const HEAD_DIM_STEP: i64 = 2 * PAIRS as i64;
 
 const fn code(encoding: Encoding) -> i32 {
     match encoding {
@@ -28,17 +31,17 @@ const fn code(encoding: Encoding) -> i32 {
 
 /// Where rows go.
 #[derive(Debug)]
-pub struct Target<'a> {
+pub(crate) struct Target<'a> {
     /// `[slots, kv_heads, head_dim]` or `[blocks, 64, kv_heads, head_dim]`, bf16 or f16.
-    pub keys: &'a Tensor,
+    pub(crate) keys: &'a Tensor,
     /// As `keys`.
-    pub values: &'a Tensor,
+    pub(crate) values: &'a Tensor,
     /// The rows' slots, ascending, and the table of blocks.
-    pub rows: Rows<'a>,
+    pub(crate) rows: Rows<'a>,
     /// `[rows, head_dim / 2]` of the rows' positions, f32.
-    pub cosines: &'a Tensor,
+    pub(crate) cosines: &'a Tensor,
     /// As `cosines`.
-    pub sines: &'a Tensor,
+    pub(crate) sines: &'a Tensor,
 }
 
 struct Checked {
@@ -55,7 +58,7 @@ impl Target<'_> {
         let (device, shape) = (self.keys.device(), self.keys.size());
         let &[.., kv_heads, head_dim] = &shape[..] else { return Err(argument(op, format!("blocks {shape:?}"))) };
         let rows = self.rows.last.len() as i64;
-        if self.values.size() != shape || kv_heads <= 0 || head_dim <= 0 || head_dim % (2 * PAIRS as i64) != 0 {
+        if self.values.size() != shape || kv_heads <= 0 || head_dim <= 0 || head_dim % HEAD_DIM_STEP != 0 {
             let what = format!("keys {shape:?} and values {:?}; head sizes are multiples of 16", self.values.size());
             return Err(argument(op, what));
         }
@@ -139,6 +142,25 @@ pub(crate) fn place(launch: &impl Launch, pieces: &[Stored<'_>], target: &Target
         }
         Ok(())
     })
+}
+
+/// One layer's projected rows `[rows, heads + 2 · kv_heads, head_dim]`, with `bias` (one row) added, at once: returns the
+/// queries `[rows, heads, head_dim]`, rotated, and writes keys, rotated, and values at `slots` (ascending) of
+/// `[capacity, kv_heads, head_dim]`. bf16 or f16 on CUDA, head sizes that are multiples of 16.
+pub fn scatter_rows(
+    projected: &Tensor,
+    bias: Option<&Tensor>,
+    keys: &mut Tensor,
+    values: &mut Tensor,
+    slots: &[u32],
+    rotation: &Rotation,
+) -> Result<Tensor, Error> {
+    let Device::Cuda(index) = projected.device() else {
+        return Err(argument("scatter", format!("needs tensors on CUDA, got {:?}", projected.device())));
+    };
+    let (cosines, sines) = rotation.tables();
+    let target = Target { keys, values, rows: Rows { last: slots, table: None }, cosines, sines };
+    scatter(&*super::gpu(index)?, projected, bias, &target)
 }
 
 fn bytes_of(numbers: &[f32]) -> &[u8] {
