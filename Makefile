@@ -5,7 +5,7 @@ SHELL := /bin/bash
 export KVSPLICE_HOME ?= $(HOME)/.cache/kvsplice
 CARGO_DENY_VERSION := 0.20.2
 
-.PHONY: demo test storm check build models setup libtorch cubins python fmt clippy features doc fuzz deny clean-demo
+.PHONY: demo test storm check build models setup libtorch cubins gpu-folder python fmt clippy features doc fuzz deny clean-demo
 
 demo: models
 	@deploy/demo.sh
@@ -36,6 +36,10 @@ libtorch:
 # without it works: on a GPU, NVRTC then compiles at start.
 cubins:
 	@deploy/cubins.sh
+
+# A folder for a machine with a GPU and no Rust; deploy/gpu-check.sh says what it measures there.
+gpu-folder: cubins models
+	@deploy/gpu-folder.sh
 
 # Python packages for the test that opens a chunk object from Python. Nothing else needs them.
 python:

@@ -14,6 +14,7 @@ pub mod decoder;
 mod digest;
 pub mod encode;
 mod gguf;
+pub mod gpu;
 mod hub;
 pub mod measure;
 mod random;

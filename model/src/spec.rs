@@ -145,6 +145,14 @@ impl Spec {
         )))
     }
 
+    /// Which GPU; `None` for the CPU.
+    pub fn cuda_index(&self) -> Result<Option<usize>, Error> {
+        match self.device()? {
+            Device::Cuda(index) => Ok(Some(index)),
+            _ => Ok(None),
+        }
+    }
+
     /// Opens the device for this process. On the compute thread, before any other call of the library.
     pub fn open_device(&self) -> Result<Device, Error> {
         let device = self.device()?;
