@@ -177,7 +177,7 @@ mod tensors {
         }
         let places = places(slots, table, capacity as usize)?;
         if let Device::Cuda(index) = keys.device() {
-            if !cuda::computes(keys.kind(), keys.device()) || head_dim % cuda::place::HEAD_DIM_STEP != 0 {
+            if !cuda::computes(keys.kind(), keys.device()) || head_dim as i64 % cuda::place::HEAD_DIM_STEP != 0 {
                 return through_cpu(keys, values, &places, pieces, rotation);
             }
             let (cosines, sines) = rotation.tables();

@@ -9,7 +9,8 @@ use kvsplice_kernels::attention::ragged_causal;
 use kvsplice_kv::{Encoding, KvLayout};
 use tch::{Cuda, Device, Kind, Tensor};
 
-use crate::cache::{KvCache, StoredLayer};
+use crate::cache::KvCache;
+use crate::stored::StoredLayer;
 use crate::{Config, Error};
 
 /// Larger than the second-level cache of any chip so far.
