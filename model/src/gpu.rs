@@ -167,7 +167,7 @@ pub fn peak(device: usize) -> Result<Figure, Error> {
     let none: Option<Tensor> = None;
     let matrix = || Tensor::f_randn([size, size], (Kind::BFloat16, Device::Cuda(device)));
     let (left, right) = (matrix()?, matrix()?);
-    let seconds = time(device, || Ok(drop(left.f_linear(&right, none.as_ref())?)))?;
+    let seconds = time(device, || left.f_linear(&right, none.as_ref()).map(drop).map_err(Error::from))?;
     Ok(Figure { what: "bf16 matrix product, 8192 cubed".to_owned(), seconds, flops: 2.0 * (size as f64).powi(3) })
 }
 
@@ -175,7 +175,7 @@ pub fn peak(device: usize) -> Result<Figure, Error> {
 pub fn read_bandwidth(device: usize) -> Result<f64, Error> {
     let numbers = 1i64 << 30;
     let data = Tensor::f_ones([numbers], (Kind::BFloat16, Device::Cuda(device)))?;
-    let seconds = time(device, || Ok(drop(data.f_sum(Kind::Float)?)))?;
+    let seconds = time(device, || data.f_sum(Kind::Float).map(drop).map_err(Error::from))?;
     let median = seconds.get(seconds.len() / 2).copied().unwrap_or(f64::NAN);
     Ok(2.0 * numbers as f64 / median)
 }
@@ -195,7 +195,7 @@ pub fn figures(device: usize, keys: u32) -> Result<Vec<Figure>, Error> {
     for (name, rows) in sets {
         let query = Tensor::f_randn([rows.len() as i64, heads, dim], on)?;
         let pairs: f64 = rows.iter().map(|&slot| f64::from(slot) + 1.0).sum();
-        let seconds = time(device, || Ok(drop(ragged_causal(&query, &all_keys, &values, &rows)?)))?;
+        let seconds = time(device, || ragged_causal(&query, &all_keys, &values, &rows).map(drop).map_err(Error::from))?;
         let flops = 4.0 * (heads * dim) as f64 * pairs;
         found.push(Figure { what: format!("attention, {keys} keys, {name}"), seconds, flops });
     }
