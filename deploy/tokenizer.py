@@ -1,4 +1,5 @@
-"""Copies a GGUF file without its tensors: shape, tokenizer and chat template, for models with random weights.
+"""Copies a GGUF file without its tensors: shape, tokenizer and chat template, for models with random weights. The
+embedding keeps its entry, whose shape tells the vocabulary, but not its numbers.
 
 usage: tokenizer.py FROM.gguf TO.gguf
 """
@@ -31,15 +32,24 @@ def main():
     source, target = sys.argv[1:]
     with open(source, "rb") as file:
         data = file.read(64 << 20)  # the metadata comes first and is far smaller
-    magic, version, _, count = struct.unpack_from("<4sIQQ", data)
+    magic, version, tensors, count = struct.unpack_from("<4sIQQ", data)
     if magic != b"GGUF":
         raise SystemExit(f"tokenizer: {source} is no GGUF file")
     at = 24
     for _ in range(count):
         at = skip_string(data, at)
         at = skip_value(data, at + 4, struct.unpack_from("<I", data, at)[0])
+    metadata, embedding = data[24:at], None
+    for _ in range(tensors):
+        start, name_end = at, skip_string(data, at)
+        dimensions, = struct.unpack_from("<I", data, name_end)
+        at = name_end + 4 + 8 * dimensions + 12  # the sizes, the type, the offset
+        if data[start + 8:name_end] == b"token_embd.weight":
+            embedding = data[start:at - 8] + struct.pack("<Q", 0)
+    if embedding is None:
+        raise SystemExit(f"tokenizer: {source} has no token_embd.weight")
     with open(target, "wb") as file:
-        file.write(struct.pack("<4sIQQ", magic, version, 0, count) + data[24:at])
+        file.write(struct.pack("<4sIQQ", magic, version, 1, count) + metadata + embedding)
 
 
 main()

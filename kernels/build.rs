@@ -69,6 +69,6 @@ fn modified(path: &Path) -> SystemTime {
 /// When the last kernel source was changed; what only the tests use does not count.
 fn newest(folder: &Path) -> SystemTime {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
-    let kernels = entries.filter(|path| !path.file_stem().is_some_and(|name| name == "emulate"));
+    let kernels = entries.filter(|path| path.file_stem().is_none_or(|name| name != "emulate"));
     kernels.map(|path| modified(&path)).max().unwrap_or(SystemTime::UNIX_EPOCH)
 }

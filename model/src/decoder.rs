@@ -170,6 +170,13 @@ impl Decoder {
         self.device
     }
 
+    /// Waits until the device has computed what it was given; a CPU always has.
+    pub fn synchronize(&self) {
+        if let Device::Cuda(index) = self.device {
+            tch::Cuda::synchronize(index as i64);
+        }
+    }
+
     /// Bytes of weights that one decoded token reads.
     pub fn weight_bytes(&self) -> u64 {
         let weights = self.config.layer_weights() * u64::from(self.config.layers);
