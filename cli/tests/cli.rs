@@ -72,7 +72,7 @@ fn a_device_that_is_not_there_is_code_64_and_says_what_to_do() {
 
 #[test]
 fn wrong_usage_is_code_64_and_names_the_value() {
-    let cases: [(&[&str], &str); 16] = [
+    let cases: [(&[&str], &str); 15] = [
         (&["aks"], "aks"),
         (&["ask", "--corpus", "c", "q", "--strategy", "magic"], "unknown strategy"),
         (&["ask", "--corpus", "c", "q", "--ratio", "1.5"], "ratio must be in 0..=1"),
