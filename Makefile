@@ -5,7 +5,7 @@ SHELL := /bin/bash
 export KVSPLICE_HOME ?= $(HOME)/.cache/kvsplice
 CARGO_DENY_VERSION := 0.20.2
 
-.PHONY: demo test storm check build models setup libtorch python fmt clippy features doc fuzz sanitize deny clean-demo
+.PHONY: demo test storm check build models setup libtorch cubins gpu-folder python fmt clippy features doc fuzz sanitize deny clean-demo
 
 demo: models
 	@deploy/demo.sh
@@ -18,7 +18,7 @@ storm: setup
 	KVSPLICE_FAULTS=10000 cargo test --release -p kvsplice-cache-service storm -- --nocapture
 	KVSPLICE_FAULTS=10000 cargo test --release -p kvsplice-tests --test storm -- --nocapture
 
-check: fmt clippy features doc test fuzz sanitize deny
+check: fmt cubins clippy features doc test fuzz sanitize deny
 
 build: libtorch
 	cargo build --release -p kvsplice
@@ -31,6 +31,15 @@ setup: models python
 
 libtorch:
 	@deploy/libtorch.sh
+
+# Machine code of the CUDA kernels for compute capability 8.0, 8.9 and 9.0; fails when a kernel spills registers. A build
+# without it works: on a GPU, NVRTC then compiles at start.
+cubins:
+	@deploy/cubins.sh
+
+# A folder for a machine with a GPU and no Rust; deploy/gpu-check.sh says what it measures there.
+gpu-folder: cubins models
+	@deploy/gpu-folder.sh
 
 # Python packages for the test that opens a chunk object from Python. Nothing else needs them.
 python:

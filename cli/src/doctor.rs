@@ -97,6 +97,8 @@ async fn serving(address: &str) -> Check {
 async fn machine(config: Config) -> Vec<Check> {
     let mut checks = cpu();
     checks.push(libtorch());
+    #[cfg(feature = "worker")]
+    checks.push(device(&config).await);
     checks.extend(models(&config).await);
     for role in Role::ALL {
         checks.push(port(role, &config).await);
@@ -148,6 +150,19 @@ fn libtorch() -> Check {
     match version {
         Some(version) => check(WHAT, Verdict::Good, format!("{version} at {library}")),
         None => check(WHAT, Verdict::Good, format!("loaded from {library}, version unknown (no headers beside it)")),
+    }
+}
+
+/// Whether the worker's device can be used.
+#[cfg(feature = "worker")]
+async fn device(config: &Config) -> Check {
+    let spec = config.worker.primary.clone();
+    let what = format!("device {}", spec.device);
+    match tokio::task::spawn_blocking(move || spec.describe_device()).await {
+        Ok(Ok(Some(device))) => check(what, Verdict::Good, device),
+        Ok(Ok(None)) => check(what, Verdict::Good, "no GPU is used; --device cuda uses one"),
+        Ok(Err(error)) => check(what, Verdict::Bad, error.to_string()),
+        Err(error) => check(what, Verdict::Bad, format!("asking it failed: {error}")),
     }
 }
 

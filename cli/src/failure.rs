@@ -126,7 +126,7 @@ fn role_kind(cause: &(dyn std::error::Error + 'static)) -> Option<Kind> {
 fn model_kind(error: &kvsplice_model::Error) -> Kind {
     use kvsplice_model::Error;
     match error {
-        Error::NotFound { .. } | Error::Option(_) => Kind::Usage,
+        Error::NotFound { .. } | Error::Option(_) | Error::Device { .. } => Kind::Usage,
         Error::Read { .. } | Error::Format { .. } | Error::Unsupported { .. } | Error::Shape { .. } => Kind::Data,
         _ => Kind::Internal,
     }

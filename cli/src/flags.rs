@@ -32,13 +32,13 @@ pub(crate) struct ConfigFlags {
     /// Auxiliary model of the head
     #[arg(long, value_name = "MODEL")]
     auxiliary: Option<String>,
-    /// What the models compute in: f32 or bf16; by default the best for this CPU
+    /// What the models compute in: f32 or bf16; by default bf16 on a GPU, else the best for this CPU
     #[arg(long, value_name = "DTYPE")]
     dtype: Option<String>,
     /// Device of the worker, such as cpu or cuda:0
     #[arg(long, value_name = "DEVICE")]
     device: Option<String>,
-    /// Model shape for tests: tiny (needs --random-weights)
+    /// Model shape for tests: tiny or qwen2.5-14b (needs --random-weights)
     #[arg(long, value_name = "SHAPE")]
     shape: Option<String>,
     /// Seeded random weights, for tests
@@ -98,11 +98,17 @@ impl ConfigFlags {
         set(&["head.primary.model", "worker.primary.model"], &self.primary);
         set(&["head.auxiliary.model"], &self.auxiliary);
         set(&["head.primary.dtype", "head.auxiliary.dtype", "worker.primary.dtype"], &self.dtype);
-        set(&["worker.primary.device"], &self.device);
-        set(&["head.primary.shape", "head.auxiliary.shape", "worker.primary.shape"], &self.shape);
+        set(&["head.primary.device", "worker.primary.device"], &self.device);
+        set(&["head.primary.shape", "worker.primary.shape"], &self.shape);
+        // Any other shape is the primary's: the auxiliary model stays a real one, on the CPU.
+        let tiny = self.shape.as_deref().is_none_or(|shape| shape == "tiny");
+        if tiny {
+            set(&["head.auxiliary.shape"], &self.shape);
+        }
         set(&["cache.store"], &self.object_store);
         if self.random_weights {
-            for model in ["head.primary", "head.auxiliary", "worker.primary"] {
+            let auxiliary = if tiny { &["head.auxiliary"][..] } else { &[] };
+            for model in ["head.primary", "worker.primary"].iter().chain(auxiliary) {
                 settings.push((format!("{model}.random_weights"), Value::from(true)));
             }
         }

@@ -53,6 +53,24 @@ fn help_and_version_are_no_failure() {
 }
 
 #[test]
+fn a_device_that_is_not_there_is_code_64_and_says_what_to_do() {
+    // No machine has device 4095; one without a driver says that first.
+    for arguments in [
+        &["worker", "--log", "error", "--listen", "127.0.0.1:0", "--device", "cuda:4095"][..],
+        &["bench", "gpu", "--device", "cuda:4095", "--json"],
+    ] {
+        let line = fails(arguments, 64);
+        assert!(line.contains("CUDA") && line.contains("--device cpu"), "{line}");
+    }
+    assert!(fails(&["worker", "--log", "error", "--device", "gpu"], 64).contains("known: cpu, cuda, cuda:N"));
+    assert!(fails(&["bench", "gpu", "--device", "cpu"], 64).contains("needs --device cuda"));
+    let doctor = kvsplice(&["doctor", "--json", "--device", "cuda:4095"]);
+    let checks = stdout(&doctor);
+    let device = checks.lines().find(|line| line.contains("device cuda:4095")).unwrap();
+    assert!(device.contains("\"verdict\":\"bad\"") && device.contains("--device cpu"), "{device}");
+}
+
+#[test]
 fn wrong_usage_is_code_64_and_names_the_value() {
     let cases: [(&[&str], &str); 15] = [
         (&["aks"], "aks"),

@@ -18,7 +18,8 @@ pub struct Config {
     pub cache: String,
     /// Requests in hand, waiting ones included; more are refused.
     pub queue_limit: u32,
-    /// Bytes of KV of the requests that run at the same time; further ones wait.
+    /// Bytes of KV of the requests that run at the same time; further ones wait. On a GPU this is computed from what is free
+    /// after the weights, and the setting is not used.
     pub kv_bytes: u64,
     /// Bytes of exact beginnings of prompts that are kept for later ones; 0 for none.
     pub beginning_bytes: u64,

@@ -69,6 +69,8 @@ impl From<Error> for Status {
             Error::TooLong { .. } => Status::out_of_range(text),
             Error::Busy(_) => Status::resource_exhausted(text),
             Error::Stopping => Status::unavailable(text),
+            // The device is full: this request is too large for now, others may fit.
+            Error::Model(error) if error.is_out_of_memory() => Status::resource_exhausted(text),
             Error::Model(_) | Error::Client(_) | Error::Serve(_) => Status::internal(text),
         }
     }

@@ -43,7 +43,7 @@ impl Guide {
             layer: 0,
             scored: if alone { layers - 1..layers } else { prompt.options.guide_layers.indices(layers) },
             alone,
-            scores: Tensor::f_zeros([i64::from(tokens)], (Kind::Float, tch::Device::Cpu))?,
+            scores: Tensor::f_zeros([i64::from(tokens)], (Kind::Float, decoder.device()))?,
             slots,
         })
     }

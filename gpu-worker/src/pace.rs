@@ -96,6 +96,7 @@ pub(crate) fn measure(decoder: &Decoder) -> Result<f64, Error> {
         let started = std::time::Instant::now();
         let mut segments = [decoder::Segment { cache: &mut cache, slots: &slots, two_part: None }];
         drop(decoder.layer(0, &hidden, &rotation, &mut segments, decoder::Keep::All, None)?);
+        decoder.synchronize();
         time = started.elapsed();
     }
     let operations = Cost::of(config).rows(&RowRanges::from_range(0..rows)) / f64::from(config.layers.max(1));

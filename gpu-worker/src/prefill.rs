@@ -13,7 +13,7 @@ use kvsplice_model::cache::KvCache;
 use kvsplice_model::decoder::SLICE_ROWS;
 use kvsplice_model::stored::StoredLayer;
 use kvsplice_model::{Decoder, Error};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::blend::Blend;
 use crate::capture::Capture;
@@ -187,7 +187,7 @@ impl Prefill {
         self.outcome.projected += selectable as u64;
         let mut query = Tensor::f_cat(&queries, 0)?;
         if let Some(kept) = self.narrow()? {
-            query = query.f_index_select(0, &index(&kept)?)?;
+            query = query.f_index_select(0, &index(&kept, query.device())?)?;
             self.rows.keep(decoder, &self.prompt, &kept)?;
         }
         self.at = At::Attend(0, query, Vec::new());
@@ -309,15 +309,16 @@ impl Rows {
         if kept.len() == self.slots.len() {
             return Ok(());
         }
-        self.hidden = self.hidden.f_index_select(0, &index(kept)?)?;
+        self.hidden = self.hidden.f_index_select(0, &index(kept, self.hidden.device())?)?;
         self.slots = kept.iter().map(|&row| self.slots[row]).collect();
         self.rotation = decoder.rotation(&prompt.positions_of(&self.slots))?;
         Ok(())
     }
 }
 
-fn index(rows: &[usize]) -> Result<Tensor, Error> {
-    Ok(Tensor::f_from_slice(&rows.iter().map(|&row| row as i64).collect::<Vec<_>>())?)
+fn index(rows: &[usize], device: Device) -> Result<Tensor, Error> {
+    let rows: Vec<i64> = rows.iter().map(|&row| row as i64).collect();
+    Ok(Tensor::f_from_slice(&rows)?.f_to_device(device)?)
 }
 
 /// A vector of f32 out of the library.

@@ -3,11 +3,11 @@
 //! The mask is explicit: a row whose last slot is s sees the keys of slots up to s. Computed in f32 whatever the tensors'
 //! type, without a mask tensor, without a copy of the keys: those that are not f32 are converted tile by tile.
 
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::cpu::attention::{Call, Rows};
 use crate::cpu::number::Number;
-use crate::{BLOCK, Error, Isa, argument, cpu, data};
+use crate::{BLOCK, Error, Isa, argument, blocks, cpu, data, device};
 
 mod tiled;
 
@@ -59,6 +59,9 @@ impl Default for View<'_> {
 /// Fails on shapes, types, devices and strides that do not fit, on last slots that descend, that are beyond the KV or
 /// before `from`, on blocks beyond the KV, and on ends that descend.
 pub fn attend(query: &Tensor, sequences: &[Sequence<'_>], view: View<'_>) -> Result<(Tensor, Tensor), Error> {
+    if query.device() != Device::Cpu {
+        return on_device(query, sequences, view);
+    }
     let keys = sequences.iter().find(|sequence| !sequence.last.is_empty()).map(|sequence| sequence.keys.kind());
     let isa = Isa::best();
     match (query.kind(), keys) {
@@ -67,6 +70,57 @@ pub fn attend(query: &Tensor, sequences: &[Sequence<'_>], view: View<'_>) -> Res
         (_, Some(Kind::BFloat16)) => of_kinds::<f32, half::bf16>(isa, query, sequences, view),
         _ => of_kinds::<f32, f32>(isa, query, sequences, view),
     }
+}
+
+/// As [`attend`], on a GPU: one launch a sequence. There, rows of sequences with a block table see everything from slot 0
+/// on, and no sums are given.
+fn on_device(query: &Tensor, sequences: &[Sequence<'_>], view: View<'_>) -> Result<(Tensor, Tensor), Error> {
+    let (rows, heads, head_dim) = query.size3()?;
+    check_view(&view)?;
+    let query = if view.temperature == 1.0 {
+        query.shallow_clone()
+    } else {
+        query.f_div_scalar(f64::from(view.temperature))?
+    };
+    let ends: Vec<u32> = view.ends.iter().map(|end| end.saturating_sub(view.from)).collect();
+    let (mut outputs, mut sums, mut first) = (Vec::new(), Vec::new(), 0);
+    for sequence in sequences.iter().filter(|sequence| !sequence.last.is_empty()) {
+        check(sequence, view.from, heads, head_dim)?;
+        let count = sequence.last.len() as i64;
+        if first + count > rows {
+            return Err(argument(OP, format!("query {:?} has too few rows", query.size())));
+        }
+        let mine = query.f_narrow(0, first, count)?;
+        first += count;
+        if let Some(table) = sequence.table {
+            if view.from > 0 || !ends.is_empty() {
+                return Err(argument(OP, "on a GPU, a block table goes with neither a first slot nor ends"));
+            }
+            let request = [blocks::Rows { last: sequence.last, table: Some(table) }];
+            outputs.push(blocks::ragged_causal_blocks(&mine, sequence.keys, sequence.values, &request)?);
+            continue;
+        }
+        let seen = |tensor: &Tensor| -> Result<Tensor, Error> {
+            let rows = tensor.f_reshape([-1, tensor.size()[tensor.dim() - 2], head_dim])?;
+            Ok(rows.f_narrow(0, i64::from(view.from), rows.size()[0] - i64::from(view.from))?)
+        };
+        let last: Vec<u32> = sequence.last.iter().map(|last| last - view.from).collect();
+        let asked = (!ends.is_empty()).then_some(ends.as_slice());
+        let (output, found) =
+            device::ragged_causal(&mine, &seen(sequence.keys)?, &seen(sequence.values)?, &last, asked)?;
+        outputs.push(output);
+        sums.extend(found);
+    }
+    if first != rows {
+        return Err(argument(OP, format!("query {:?} for {first} last slots", query.size())));
+    }
+    let joined = |pieces: Vec<Tensor>, last: i64, kind: Kind| -> Result<Tensor, Error> {
+        match pieces.len() {
+            0 => Ok(Tensor::f_empty([rows, heads, last], (kind, query.device()))?),
+            _ => Ok(Tensor::f_cat(&pieces, 0)?),
+        }
+    };
+    Ok((joined(outputs, head_dim, query.kind())?, joined(sums, ends.len() as i64, Kind::Float)?))
 }
 
 /// As [`attend`], of f32 tensors, with this instruction set; for benchmarks.
@@ -108,10 +162,7 @@ where
     let [rows, heads, head_dim] = query.size()[..] else {
         return Err(argument(OP, format!("query {:?} is not [rows, heads, head_dim]", query.size())));
     };
-    if !view.ends.is_sorted() || !view.temperature.is_finite() || view.temperature <= 0.0 {
-        let what = format!("ends {:?} must ascend and temperature {} be positive", view.ends, view.temperature);
-        return Err(argument(OP, what));
-    }
+    check_view(&view)?;
     let (numbers, stride) = data::rows::<Q>(OP, query)?;
     let mut checked = Vec::with_capacity(sequences.len());
     let (mut count, mut kv_heads) = (0, 1);
@@ -148,6 +199,14 @@ where
     let (to, to_sums) = (data::numbers_mut::<Q>(OP, &mut output)?, data::numbers_mut::<f32>(OP, &mut sums)?);
     cpu::attention::attend(isa, &call, to, to_sums);
     Ok((output, sums))
+}
+
+fn check_view(view: &View<'_>) -> Result<(), Error> {
+    if view.ends.is_sorted() && view.temperature.is_finite() && view.temperature > 0.0 {
+        return Ok(());
+    }
+    let what = format!("ends {:?} must ascend and temperature {} be positive", view.ends, view.temperature);
+    Err(argument(OP, what))
 }
 
 /// Checks a sequence with rows; returns its KV heads.

@@ -121,18 +121,20 @@ pub use tensors::place;
 
 #[cfg(feature = "libtorch")]
 mod tensors {
-    use tch::{Kind, Tensor};
+    use tch::{Device, Kind, Tensor};
 
     use super::{Error, OP, Stored, argument, places};
+    use crate::blocks::Rows;
     use crate::cpu::number::Number;
     use crate::cpu::place::Destination;
+    use crate::cuda::place::Target;
     use crate::rope::Rotation;
-    use crate::{Isa, cpu, data};
+    use crate::{Isa, cpu, cuda, data};
 
     /// Places rows, parallel over the pool.
     ///
     /// - `keys`, `values`: the sequence's memory, `[capacity, kv_heads, head_dim]` or, in blocks of 64 tokens,
-    ///   `[blocks, 64, kv_heads, head_dim]`; f32 or bf16, both alike, contiguous, on the CPU.
+    ///   `[blocks, 64, kv_heads, head_dim]`; both alike, contiguous; f32 or bf16 on the CPU, bf16 or f16 on CUDA.
     /// - `slots`: one a row of all pieces together, strictly ascending.
     /// - `table`: the block of each 64 slots; without one, slot s is row s.
     /// - `rotation`: of the rows' positions.
@@ -174,10 +176,43 @@ mod tensors {
             return Err(argument(OP, what));
         }
         let places = places(slots, table, capacity as usize)?;
+        if let Device::Cuda(index) = keys.device() {
+            if !cuda::computes(keys.kind(), keys.device()) || head_dim as i64 % cuda::place::HEAD_DIM_STEP != 0 {
+                return through_cpu(keys, values, &places, pieces, rotation);
+            }
+            let (cosines, sines) = rotation.tables();
+            let rows = Rows { last: slots, table };
+            return cuda::place::place(&*cuda::gpu(index)?, pieces, &Target { keys, values, rows, cosines, sines });
+        }
         match keys.kind() {
             Kind::BFloat16 => of_kind::<half::bf16>(keys, values, &places, pieces, rotation, kv_heads, head_dim),
             _ => of_kind::<f32>(keys, values, &places, pieces, rotation, kv_heads, head_dim),
         }
+    }
+
+    /// Types and head sizes that no kernel of the device takes: placed on the CPU, then copied.
+    fn through_cpu(
+        keys: &mut Tensor,
+        values: &mut Tensor,
+        places: &[u32],
+        pieces: &[Stored<'_>],
+        rotation: &Rotation,
+    ) -> Result<(), Error> {
+        let shape = keys.size();
+        let Some(&[kv_heads, head_dim]) = shape.last_chunk() else {
+            return Err(argument(OP, format!("keys {shape:?}")));
+        };
+        let rows = || Tensor::f_zeros([places.len() as i64, kv_heads, head_dim], (Kind::Float, Device::Cpu));
+        let (mut placed_keys, mut placed_values) = (rows()?, rows()?);
+        let slots: Vec<u32> = (0..places.len() as u32).collect();
+        place(&mut placed_keys, &mut placed_values, &slots, None, pieces, &rotation.to_device(Device::Cpu)?)?;
+        let index: Vec<i64> = places.iter().map(|&place| i64::from(place)).collect();
+        let index = Tensor::f_from_slice(&index)?.f_to_device(keys.device())?;
+        for (to, from) in [(keys, placed_keys), (values, placed_values)] {
+            let from = from.f_to_device(to.device())?.f_to_kind(to.kind())?;
+            let _ = to.f_view([-1, kv_heads, head_dim])?.f_index_copy_(0, &index, &from)?;
+        }
+        Ok(())
     }
 
     fn of_kind<T: Number + data::Element>(

@@ -26,6 +26,11 @@ impl RopeTable {
         Ok(Self { cos: angles.f_cos()?.f_to_kind(Kind::Float)?, sin: angles.f_sin()?.f_to_kind(Kind::Float)? })
     }
 
+    /// The table on another device.
+    pub fn to_device(&self, device: Device) -> Result<Self, Error> {
+        Ok(Self { cos: self.cos.f_to_device(device)?, sin: self.sin.f_to_device(device)? })
+    }
+
     /// How many positions the table has.
     pub fn positions(&self) -> u32 {
         self.cos.size()[0] as u32
@@ -37,7 +42,7 @@ impl RopeTable {
             return Err(argument("rope", format!("position {position} is beyond the model's {}", self.positions())));
         }
         let index: Vec<i64> = positions.iter().map(|&position| i64::from(position)).collect();
-        let index = Tensor::f_from_slice(&index)?;
+        let index = Tensor::f_from_slice(&index)?.f_to_device_(self.cos.device(), Kind::Int64, true, false)?;
         Ok(Rotation {
             cos: self.cos.f_index_select(0, &index)?.f_unsqueeze(1)?,
             sin: self.sin.f_index_select(0, &index)?.f_unsqueeze(1)?,
@@ -91,6 +96,16 @@ impl Rotation {
         let rotated_first = first.f_mul(&self.cos)?.f_addcmul_(&second, &self.sin.f_neg()?)?;
         let rotated_second = second.f_mul(&self.cos)?.f_addcmul_(&first, &self.sin)?;
         Ok(Tensor::f_cat(&[rotated_first, rotated_second], 2)?.f_to_kind(kind)?)
+    }
+
+    /// The rotation on another device.
+    pub(crate) fn to_device(&self, device: Device) -> Result<Self, Error> {
+        Ok(Self { cos: self.cos.f_to_device(device)?, sin: self.sin.f_to_device(device)? })
+    }
+
+    /// Cosines and sines, `[rows, 1, head_dim / 2]` each, f32.
+    pub(crate) fn tables(&self) -> (&Tensor, &Tensor) {
+        (&self.cos, &self.sin)
     }
 
     /// How many rows it rotates.

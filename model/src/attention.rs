@@ -9,7 +9,7 @@ use kvsplice_kernels::attention::{ragged_causal, ragged_causal_sums};
 use kvsplice_kernels::rope::Rotation;
 use tch::{Kind, Tensor};
 
-use crate::cache::KvCache;
+use crate::cache::{KvCache, indices};
 use crate::decoder::SLICE_ROWS;
 use crate::{Compute, Decoder, Error};
 
@@ -92,10 +92,10 @@ fn differences(cumulative: &Tensor, count: i64) -> Result<Tensor, Error> {
 /// sees slots `0..=last[i]`; others weigh 0. For few rows: the weights are materialized.
 pub fn weights(cache: &KvCache, layer: u32, query: &Tensor, last: &[u32], keys: u32) -> Result<Tensor, Error> {
     let logits = logits(query, &cache.layer(layer).0.f_narrow(0, 0, i64::from(keys))?)?;
-    let last: Vec<i64> = last.iter().map(|&slot| i64::from(slot)).collect();
-    let hidden = Tensor::f_arange(i64::from(keys), (Kind::Int64, tch::Device::Cpu))?
+    let device = query.device();
+    let hidden = Tensor::f_arange(i64::from(keys), (Kind::Int64, device))?
         .f_unsqueeze(0)?
-        .f_gt_tensor(&Tensor::f_from_slice(&last)?.f_unsqueeze(1)?)?;
+        .f_gt_tensor(&indices(last, device)?.f_unsqueeze(1)?)?;
     Ok(logits.f_masked_fill(&hidden.f_unsqueeze(1)?, f64::NEG_INFINITY)?.f_softmax(-1, Kind::Float)?)
 }
 
@@ -309,7 +309,7 @@ mod tests {
     /// A cache of 100 random slots, and queries of the last `rows` of them.
     fn sequence(rows: i64) -> (KvCache, Tensor, Vec<u32>) {
         let config = Config::tiny(64);
-        let mut cache = KvCache::new(&config, 100, Kind::Float).unwrap();
+        let mut cache = KvCache::new(&config, 100, Kind::Float, Device::Cpu).unwrap();
         let shape = [100, i64::from(config.kv_heads), i64::from(config.head_dim)];
         let slots: Vec<u32> = (0..100).collect();
         cache.write(0, &slots, &random(&shape, 1), &random(&shape, 2)).unwrap();

@@ -3,6 +3,8 @@
 //! Blocks of 64 tokens, one after another: the block table is the identity, so a layer's keys are one contiguous
 //! tensor. Keys are rotated to their positions.
 
+use kvsplice_kernels::cuda::computes;
+use kvsplice_kernels::cuda::place::scatter_rows;
 use kvsplice_kernels::place::{Stored, place};
 use kvsplice_kernels::rope::Rotation;
 use tch::{Device, Kind, Tensor};
@@ -13,6 +15,23 @@ use crate::{Config, Error};
 /// Tokens a block.
 pub const BLOCK: u32 = 64;
 
+/// Head sizes that the fused kernels of a GPU take are multiples of this.
+const FUSED_HEAD_DIM_STEP: i64 = 16;
+
+/// Slots or rows as the library indexes with, on `device`; nobody waits for the copy.
+pub(crate) fn indices(numbers: &[u32], device: Device) -> Result<Tensor, Error> {
+    let numbers: Vec<i64> = numbers.iter().map(|&number| i64::from(number)).collect();
+    Ok(on_device(&Tensor::f_from_slice(&numbers)?, device)?)
+}
+
+/// A small tensor on `device`, without waiting for what the device still computes.
+pub(crate) fn on_device(tensor: &Tensor, device: Device) -> Result<Tensor, tch::TchError> {
+    if tensor.device() == device {
+        return Ok(tensor.shallow_clone());
+    }
+    tensor.f_to_device_(device, tensor.kind(), true, false)
+}
+
 /// Rotated keys and values of every layer.
 #[derive(Debug)]
 pub struct KvCache {
@@ -21,17 +40,19 @@ pub struct KvCache {
     /// As `keys`.
     values: Vec<Tensor>,
     capacity: u32,
+    kind: Kind,
+    device: Device,
 }
 
 impl KvCache {
     /// Room for at least `tokens` slots, zeroed.
-    pub fn new(config: &Config, tokens: u32, kind: Kind) -> Result<Self, Error> {
+    pub fn new(config: &Config, tokens: u32, kind: Kind, device: Device) -> Result<Self, Error> {
         let capacity = tokens.div_ceil(BLOCK) * BLOCK;
         let shape = [i64::from(capacity), i64::from(config.kv_heads), i64::from(config.head_dim)];
         let zeros = || -> Result<Vec<Tensor>, Error> {
-            (0..config.layers).map(|_| Ok(Tensor::f_zeros(shape, (kind, Device::Cpu))?)).collect()
+            (0..config.layers).map(|_| Ok(Tensor::f_zeros(shape, (kind, device))?)).collect()
         };
-        Ok(Self { keys: zeros()?, values: zeros()?, capacity })
+        Ok(Self { keys: zeros()?, values: zeros()?, capacity, kind, device })
     }
 
     /// Slots.
@@ -51,11 +72,7 @@ impl KvCache {
             return Err(Error::Argument(format!("slot {last} is beyond the cache's {}", self.capacity)));
         }
         let contiguous = (last - first) as usize + 1 == slots.len();
-        let index = if contiguous {
-            None
-        } else {
-            Some(Tensor::f_from_slice(&slots.iter().map(|&slot| i64::from(slot)).collect::<Vec<_>>())?)
-        };
+        let index = if contiguous { None } else { Some(indices(slots, self.device)?) };
         for (cache, rows) in [(&mut self.keys[layer as usize], keys), (&mut self.values[layer as usize], values)] {
             match &index {
                 None => cache.f_narrow(0, i64::from(first), slots.len() as i64)?.f_copy_(rows)?,
@@ -83,9 +100,32 @@ impl KvCache {
         Ok(place(keys, values, slots, None, &pieces, rotation)?)
     }
 
+    /// Whether the fused kernels of a GPU take this cache's rows.
+    pub(crate) fn scatters(&self) -> bool {
+        computes(self.kind, self.device) && self.head_dim() % FUSED_HEAD_DIM_STEP == 0
+    }
+
+    /// Projected rows `[slots, heads + 2 · kv_heads, head_dim]` in one pass on the device: `bias` is added, keys are rotated
+    /// and written with the values; returns the rotated queries.
+    pub(crate) fn scatter(
+        &mut self,
+        layer: u32,
+        slots: &[u32],
+        projected: &Tensor,
+        bias: Option<&Tensor>,
+        rotation: &Rotation,
+    ) -> Result<Tensor, Error> {
+        let (keys, values) = (&mut self.keys[layer as usize], &mut self.values[layer as usize]);
+        Ok(scatter_rows(projected, bias, keys, values, slots, rotation)?)
+    }
+
+    fn head_dim(&self) -> i64 {
+        self.keys.first().and_then(|keys| keys.size().last().copied()).unwrap_or(0)
+    }
+
     /// Rotated keys and values at these slots of a layer, `[slots, kv_heads, head_dim]` each.
     pub fn read(&self, layer: u32, slots: &[u32]) -> Result<(Tensor, Tensor), Error> {
-        let index = Tensor::f_from_slice(&slots.iter().map(|&slot| i64::from(slot)).collect::<Vec<_>>())?;
+        let index = indices(slots, self.device)?;
         let (keys, values) = self.layer(layer);
         Ok((keys.f_index_select(0, &index)?, values.f_index_select(0, &index)?))
     }

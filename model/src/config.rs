@@ -79,6 +79,40 @@ impl Config {
         }
     }
 
+    /// Names that [`Config::shape`] knows.
+    pub const SHAPES: [&str; 2] = ["tiny", "qwen2.5-14b"];
+
+    /// A shape by name, for random weights; `None` if there is none.
+    pub fn shape(name: &str, vocabulary: u32) -> Option<Self> {
+        match name {
+            "tiny" => Some(Self::tiny(vocabulary)),
+            "qwen2.5-14b" => Some(Self {
+                layers: 48,
+                hidden: 5120,
+                heads: 40,
+                kv_heads: 8,
+                head_dim: 128,
+                intermediate: 13824,
+                vocabulary,
+                context: 32768,
+                norm_eps: 1e-6,
+                rope_theta: 1e6,
+                rope_scaling: RopeScaling::None,
+                qkv_bias: true,
+                qk_norm: false,
+                tied_embeddings: false,
+                eos: Vec::new(),
+            }),
+            _ => None,
+        }
+    }
+
+    /// Numbers of all matrices.
+    pub fn weights(&self) -> u64 {
+        let outer = u64::from(self.vocabulary) * u64::from(self.hidden) * if self.tied_embeddings { 1 } else { 2 };
+        outer + self.layer_weights() * u64::from(self.layers)
+    }
+
     /// Refuses numbers that no model has: what a hostile file says must not become sizes of buffers. Returns which.
     pub(crate) fn check(&self) -> Result<(), String> {
         for (what, value, most) in [

@@ -4,17 +4,22 @@
 //! segments, each a run of rows of one sequence with its slots. It does not know why a row is computed.
 
 use kvsplice_kernels::activation::silu_mul;
+use kvsplice_kernels::cuda::computes;
+use kvsplice_kernels::cuda::elementwise::{gated, rms_norm};
 use kvsplice_kernels::memory::release_unused;
 use kvsplice_kernels::rope::{RopeTable, Rotation};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::attention::{TwoPart, attend};
-use crate::cache::KvCache;
+use crate::cache::{KvCache, indices, on_device};
 use crate::weights::{LayerWeights, Weights};
 use crate::{Config, Dtype, Error};
 
 /// Rows of one forward call at most: matrices of this height run at full speed, and its buffers stay small.
 pub const SLICE_ROWS: usize = 512;
+
+/// Widths that a GPU's own kernels take are multiples of this.
+const FUSED_WIDTH_STEP: i64 = 8;
 
 #[derive(Debug)]
 struct Layer {
@@ -35,6 +40,7 @@ struct Layer {
 pub struct Decoder {
     config: Config,
     dtype: Dtype,
+    device: Device,
     embedding: Tensor,
     layers: Vec<Layer>,
     norm: Tensor,
@@ -87,7 +93,12 @@ pub enum Keep<'a> {
 }
 
 impl Decoder {
-    pub(crate) fn load(config: &Config, mut weights: Box<dyn Weights>, dtype: Dtype) -> Result<Self, Error> {
+    pub(crate) fn load(
+        config: &Config,
+        mut weights: Box<dyn Weights>,
+        dtype: Dtype,
+        device: Device,
+    ) -> Result<Self, Error> {
         let kind = dtype.kind();
         let check = |what: &str, tensor: &Tensor, shape: &[u32]| {
             let expected: Vec<i64> = shape.iter().map(|&size| i64::from(size)).collect();
@@ -100,12 +111,12 @@ impl Decoder {
         let outer = weights.outer(config)?;
         check("embedding", &outer.embedding, &[config.vocabulary, config.hidden])?;
         check("last norm", &outer.norm, &[config.hidden])?;
-        let embedding = outer.embedding.f_to_kind(kind)?;
+        let embedding = outer.embedding.f_to_device(device)?.f_to_kind(kind)?;
         let head = match &outer.head {
             None => embedding.shallow_clone(),
             Some(head) => {
                 check("output matrix", head, &[config.vocabulary, config.hidden])?;
-                head.f_to_kind(kind)?
+                head.f_to_device(device)?.f_to_kind(kind)?
             }
         };
         let mut layers = Vec::new();
@@ -130,16 +141,17 @@ impl Decoder {
             check("gate", &layer.gate, &[config.intermediate, config.hidden])?;
             check("up", &layer.up, &[config.intermediate, config.hidden])?;
             check("down", &layer.down, &[config.hidden, config.intermediate])?;
-            layers.push(Layer::new(layer, kind)?);
+            layers.push(Layer::new(layer, kind, device)?);
             release_unused();
         }
         Ok(Self {
-            rope: RopeTable::new(&config.inverse_frequencies(), config.context)?,
+            rope: RopeTable::new(&config.inverse_frequencies(), config.context)?.to_device(device)?,
             config: config.clone(),
             dtype,
+            device,
             embedding,
             layers,
-            norm: outer.norm.f_to_kind(kind)?,
+            norm: outer.norm.f_to_device(device)?.f_to_kind(kind)?,
             head,
         })
     }
@@ -152,6 +164,18 @@ impl Decoder {
     /// What it computes in.
     pub fn dtype(&self) -> Dtype {
         self.dtype
+    }
+
+    /// Where it computes.
+    pub fn device(&self) -> Device {
+        self.device
+    }
+
+    /// Waits until the device has computed what it was given; a CPU always has.
+    pub fn synchronize(&self) {
+        if let Device::Cuda(index) = self.device {
+            tch::Cuda::synchronize(index as i64);
+        }
     }
 
     /// Bytes of weights that one decoded token reads.
@@ -170,7 +194,7 @@ impl Decoder {
         if tokens > self.config.context {
             return Err(Error::Argument(format!("{tokens} tokens are more than the model's {}", self.config.context)));
         }
-        KvCache::new(&self.config, tokens, self.dtype.kind())
+        KvCache::new(&self.config, tokens, self.dtype.kind(), self.device)
     }
 
     /// Token ids → `[rows, hidden]`. Fails on an id outside the vocabulary.
@@ -178,8 +202,7 @@ impl Decoder {
         if let Some(id) = ids.iter().find(|&&id| id >= self.config.vocabulary) {
             return Err(Error::Argument(format!("token id {id} is not below {}", self.config.vocabulary)));
         }
-        let index: Vec<i64> = ids.iter().map(|&id| i64::from(id)).collect();
-        Ok(self.embedding.f_index_select(0, &Tensor::f_from_slice(&index)?)?)
+        Ok(self.embedding.f_index_select(0, &indices(ids, self.device)?)?)
     }
 
     /// One layer over a batch of at most [`SLICE_ROWS`] rows (more work, but slower and with larger buffers).
@@ -199,17 +222,23 @@ impl Decoder {
         keep: Keep<'_>,
         capture: Option<&mut Vec<(Tensor, Tensor)>>,
     ) -> Result<Tensor, Error> {
-        let Projected { query, key, rotated_key: keys, value } = self.project(layer, hidden, rotation)?;
-        let mut first = 0;
-        for segment in segments.iter_mut() {
-            let rows = segment.slots.len() as i64;
-            let (keys, values) = (keys.f_narrow(0, first, rows)?, value.f_narrow(0, first, rows)?);
-            segment.cache.write(layer, segment.slots, &keys, &values)?;
-            first += rows;
-        }
-        if let Some(capture) = capture {
-            capture.push((key, value));
-        }
+        let query = match capture {
+            None if self.scatters(layer, segments) => self.project_into(layer, hidden, rotation, segments)?,
+            capture => {
+                let Projected { query, key, rotated_key: keys, value } = self.project(layer, hidden, rotation)?;
+                let mut first = 0;
+                for segment in segments.iter_mut() {
+                    let rows = segment.slots.len() as i64;
+                    let (keys, values) = (keys.f_narrow(0, first, rows)?, value.f_narrow(0, first, rows)?);
+                    segment.cache.write(layer, segment.slots, &keys, &values)?;
+                    first += rows;
+                }
+                if let Some(capture) = capture {
+                    capture.push((key, value));
+                }
+                query
+            }
+        };
         match keep {
             Keep::All => {
                 let attention = self.attend(
@@ -222,7 +251,7 @@ impl Decoder {
             Keep::Rows([]) => Ok(hidden.f_narrow(0, 0, 0)?),
             Keep::Rows(kept) => {
                 let index: Vec<i64> = kept.iter().map(|&row| row as i64).collect();
-                let index = Tensor::f_from_slice(&index)?;
+                let index = on_device(&Tensor::f_from_slice(&index)?, self.device)?;
                 let mut slots: Vec<Vec<u32>> = Vec::with_capacity(segments.len());
                 let mut first = 0;
                 for segment in segments.iter() {
@@ -239,6 +268,37 @@ impl Decoder {
                 let attention = self.attend(layer, &query, kept_segments)?;
                 self.finish(layer, &hidden.f_index_select(0, &index)?, &attention)
             }
+        }
+    }
+
+    /// Whether the device's kernel splits, rotates and writes this layer's projections at once.
+    fn scatters(&self, layer: u32, segments: &[Segment<'_>]) -> bool {
+        self.layers[layer as usize].qk_norm.is_none() && segments.iter().all(|segment| segment.cache.scatters())
+    }
+
+    /// Projects the rows and writes their keys and values in one pass; returns the rotated queries.
+    fn project_into(
+        &self,
+        layer: u32,
+        hidden: &Tensor,
+        rotation: &Rotation,
+        segments: &mut [Segment<'_>],
+    ) -> Result<Tensor, Error> {
+        let weights = &self.layers[layer as usize];
+        let dim = i64::from(self.config.head_dim);
+        let normed = self.rms_norm(hidden, &weights.attention_norm)?;
+        let all = product(&normed, &weights.qkv, None)?.f_view([hidden.size()[0], -1, dim])?;
+        let mut queries = Vec::with_capacity(segments.len());
+        let mut first = 0;
+        for segment in segments.iter_mut() {
+            let rows = segment.slots.len();
+            let (own, turn) = (all.f_narrow(0, first as i64, rows as i64)?, rotation.narrow(first, rows)?);
+            queries.push(segment.cache.scatter(layer, segment.slots, &own, weights.qkv_bias.as_ref(), &turn)?);
+            first += rows;
+        }
+        match queries.len() {
+            1 => Ok(queries.remove(0)),
+            _ => Ok(Tensor::f_cat(&queries, 0)?),
         }
     }
 
@@ -300,7 +360,7 @@ impl Decoder {
         let mut hidden = product(&attention.f_reshape([rows, -1])?, &weights.output, None)?.f_add_(hidden)?;
         let normed = self.rms_norm(&hidden, &weights.mlp_norm)?;
         let gate_up = product(&normed, &weights.gate_up, None)?;
-        let inner = silu_mul(gate_up)?;
+        let inner = if self.fused(i64::from(self.config.intermediate)) { gated(&gate_up)? } else { silu_mul(gate_up)? };
         Ok(hidden.f_add_(&product(&inner, &weights.down, None)?)?)
     }
 
@@ -310,7 +370,15 @@ impl Decoder {
         Ok(logits.f_to_kind(Kind::Float)?)
     }
 
+    /// Whether the device's own kernels take rows of this width.
+    fn fused(&self, width: i64) -> bool {
+        computes(self.dtype.kind(), self.device) && width % FUSED_WIDTH_STEP == 0
+    }
+
     fn rms_norm(&self, hidden: &Tensor, weight: &Tensor) -> Result<Tensor, Error> {
+        if self.fused(weight.size()[0]) && hidden.is_contiguous() {
+            return Ok(rms_norm(hidden, weight, self.config.norm_eps)?);
+        }
         Ok(hidden.f_rms_norm(weight.size(), Some(weight), self.config.norm_eps)?)
     }
 }
@@ -322,7 +390,7 @@ const FEW_ROWS: i64 = 3;
 /// rows · weightᵀ + bias. `rows`: `[rows, in]`, `weight`: `[out, in]`.
 fn product(rows: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor, Error> {
     let count = rows.size()[0];
-    if rows.kind() != Kind::BFloat16 || count == 0 || count > FEW_ROWS {
+    if rows.kind() != Kind::BFloat16 || rows.device() != Device::Cpu || count == 0 || count > FEW_ROWS {
         return Ok(rows.f_linear(weight, bias)?);
     }
     let mut products = Vec::new();
@@ -337,8 +405,8 @@ fn product(rows: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
 }
 
 impl Layer {
-    fn new(weights: LayerWeights, kind: Kind) -> Result<Self, Error> {
-        let convert = |tensor: &Tensor| tensor.f_to_kind(kind);
+    fn new(weights: LayerWeights, kind: Kind, device: Device) -> Result<Self, Error> {
+        let convert = |tensor: &Tensor| tensor.f_to_device(device)?.f_to_kind(kind);
         Ok(Self {
             attention_norm: convert(&weights.attention_norm)?,
             qkv: convert(&Tensor::f_cat(&[weights.query, weights.key, weights.value], 0)?)?,

@@ -14,6 +14,7 @@ pub mod decoder;
 mod digest;
 pub mod encode;
 mod gguf;
+pub mod gpu;
 mod hub;
 pub mod measure;
 mod random;
@@ -104,12 +105,32 @@ pub enum Error {
     /// A job on the compute thread panicked, or the thread is gone.
     #[error("compute thread: {0}")]
     Compute(String),
+    /// The device cannot be used.
+    #[error("device {device}: {source}")]
+    Device {
+        /// As configured.
+        device: String,
+        /// Why, and what to do.
+        #[source]
+        source: kvsplice_kernels::Error,
+    },
     /// A tensor operation failed.
     #[error(transparent)]
     Kernel(#[from] kvsplice_kernels::Error),
     /// The tensor library failed.
     #[error("tensor library: {0}")]
     Library(#[from] tch::TchError),
+}
+
+impl Error {
+    /// Whether the device's memory is exhausted: a smaller request may still be answered.
+    pub fn is_out_of_memory(&self) -> bool {
+        match self {
+            Error::Kernel(error) => matches!(error, kvsplice_kernels::Error::OutOfMemory { .. }),
+            Error::Library(error) => kvsplice_kernels::out_of_memory(error).is_some(),
+            _ => false,
+        }
+    }
 }
 
 /// What is known of a model without its weights in memory: enough to tokenize and to name its KV.
@@ -145,10 +166,12 @@ pub struct Model {
 }
 
 impl Model {
-    /// Reads a model. Takes seconds: call it on the compute thread.
+    /// Opens the device and reads a model. Takes seconds: call it on the compute thread.
     pub fn load(spec: &Spec) -> Result<Self, Error> {
+        let device = spec.open_device()?;
         let source = spec.open()?;
-        let decoder = Decoder::load(&source.description.config, source.weights, spec.dtype())?;
+        spec.check_memory(&source.description.config)?;
+        let decoder = Decoder::load(&source.description.config, source.weights, spec.dtype(), device)?;
         Ok(Self { description: source.description, decoder: Arc::new(Mutex::new(decoder)) })
     }
 }

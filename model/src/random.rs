@@ -1,9 +1,9 @@
-//! Weights drawn from a seed, for tests: the same code path as real ones, without their size.
+//! Weights drawn from a seed, for tests and for speed: the same code path as real ones, without their files.
 
 use kvsplice_kv::ModelDigest;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use tch::Tensor;
+use tch::{Device, Kind, Tensor};
 
 use crate::weights::{LayerWeights, OuterWeights, Weights};
 use crate::{Config, Error};
@@ -11,21 +11,31 @@ use crate::{Config, Error};
 /// Draws every tensor from its own stream of one seed.
 pub(crate) struct Random {
     seed: u64,
+    device: Device,
 }
 
 /// The digest of a random model: shape, seed, and the file that its tokenizer comes from.
-pub(crate) fn digest(config: &Config, seed: u64, file: ModelDigest) -> ModelDigest {
-    let text = format!("random weights, seed {seed}, tokenizer {file}, {config:?}");
+pub(crate) fn digest(config: &Config, seed: u64, file: ModelDigest, device: Device) -> ModelDigest {
+    // Other generators, other numbers.
+    let drawn = if device == Device::Cpu { "" } else { " drawn on CUDA" };
+    let text = format!("random weights{drawn}, seed {seed}, tokenizer {file}, {config:?}");
     ModelDigest::from_bytes(*blake3::hash(text.as_bytes()).as_bytes())
 }
 
 impl Random {
-    pub(crate) fn new(seed: u64) -> Self {
-        Self { seed }
+    pub(crate) fn new(seed: u64, device: Device) -> Self {
+        Self { seed, device }
     }
 
     /// Uniform in ±`scale`, shape `[rows, columns]`; the stream number keeps tensors apart.
     fn matrix(&self, stream: u64, rows: u32, columns: u32, scale: f32) -> Result<Tensor, Error> {
+        if self.device != Device::Cpu {
+            // Billions of numbers: drawn where they stay.
+            tch::manual_seed(self.seed.wrapping_mul(1 << 20).wrapping_add(stream) as i64);
+            let shape = [i64::from(rows), i64::from(columns)];
+            let mut numbers = Tensor::f_empty(shape, (Kind::Float, self.device))?;
+            return Ok(numbers.f_uniform_(-f64::from(scale), f64::from(scale))?);
+        }
         let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
         rng.set_stream(stream);
         let numbers: Vec<f32> =

@@ -5,7 +5,10 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 
+use kvsplice_kernels::cuda;
 use serde::{Deserialize, Serialize};
+use tch::Device;
+use tracing::info;
 
 use crate::weights::Weights;
 use crate::{Config, Description, Error, digest, gguf, hub, random};
@@ -75,15 +78,15 @@ impl FromStr for Dtype {
 pub struct Spec {
     /// The name of a pulled model, the path of a .gguf file, or the path of a Hugging Face folder.
     pub model: String,
-    /// Replaces the model's shape: `tiny` (2 layers). Needs `random_weights`.
+    /// Replaces the model's shape: `tiny` (2 layers) or `qwen2.5-14b`. Needs `random_weights`.
     pub shape: Option<String>,
     /// Weights from `seed` instead of the file; tokenizer and template are still the file's.
     pub random_weights: bool,
     /// Seeds random weights.
     pub seed: u64,
-    /// What to compute in; unset: the best for this CPU.
+    /// What to compute in; unset: bf16 on a GPU, else the best for this CPU.
     pub dtype: Option<Dtype>,
-    /// `cpu`.
+    /// `cpu`, `cuda` (the first device) or `cuda:N`.
     pub device: String,
 }
 
@@ -109,18 +112,84 @@ pub(crate) struct Source {
 impl Spec {
     /// What the model computes in.
     pub fn dtype(&self) -> Dtype {
-        self.dtype.unwrap_or_else(Dtype::best_for_this_cpu)
+        match self.dtype {
+            Some(dtype) => dtype,
+            None if matches!(self.device(), Ok(Device::Cuda(_))) => Dtype::Bf16,
+            None => Dtype::best_for_this_cpu(),
+        }
+    }
+
+    /// Where it computes: `cpu`, `cuda` (the first device) or `cuda:N`. Asks no device.
+    pub fn device(&self) -> Result<Device, Error> {
+        let unknown = || Error::Option(format!("unknown device {:?}; known: cpu, cuda, cuda:N", self.device));
+        match self.device.split_once(':') {
+            None if self.device == "cpu" => Ok(Device::Cpu),
+            None if self.device == "cuda" => Ok(Device::Cuda(0)),
+            Some(("cuda", index)) => index.parse().map(Device::Cuda).map_err(|_| unknown()),
+            _ => Err(unknown()),
+        }
+    }
+
+    /// The device in words, for people; opens it. `None` for the CPU.
+    pub fn describe_device(&self) -> Result<Option<String>, Error> {
+        let Device::Cuda(index) = self.open_device()? else { return Ok(None) };
+        let described = |source| Error::Device { device: self.device.clone(), source };
+        let opened = cuda::open(index).map_err(described)?;
+        let (free, all) = cuda::memory(index).map_err(described)?;
+        let (major, minor) = opened.capability;
+        let embedded = cuda::embedded();
+        let kernels = if embedded.is_empty() { "none embedded".to_owned() } else { embedded.join(", ") };
+        Ok(Some(format!(
+            "{}, compute capability {major}.{minor}, {free} of {all} bytes free; kernels for {kernels}",
+            opened.name
+        )))
+    }
+
+    /// Which GPU; `None` for the CPU.
+    pub fn cuda_index(&self) -> Result<Option<usize>, Error> {
+        match self.device()? {
+            Device::Cuda(index) => Ok(Some(index)),
+            _ => Ok(None),
+        }
+    }
+
+    /// Opens the device for this process. On the compute thread, before any other call of the library.
+    pub fn open_device(&self) -> Result<Device, Error> {
+        let device = self.device()?;
+        if let Device::Cuda(index) = device {
+            let opened = cuda::open(index).map_err(|source| Error::Device { device: self.device.clone(), source })?;
+            let (major, minor) = opened.capability;
+            info!(device = %self.device, name = opened.name, capability = %format!("{major}.{minor}"), "device opened");
+        }
+        Ok(device)
     }
 
     /// Checks everything that can be checked without reading the model.
     pub fn validate(&self) -> Result<(), Error> {
-        if self.device != "cpu" {
-            return Err(Error::Option(format!("unknown device {:?}; known: cpu", self.device)));
+        self.device()?;
+        let Some(name) = self.shape.as_deref() else { return Ok(()) };
+        match Config::shape(name, 1) {
+            None => Err(Error::Option(format!("unknown shape {name:?}; known: {}", Config::SHAPES.join(", ")))),
+            Some(_) if !self.random_weights => Err(Error::Option(format!("shape {name} needs random_weights"))),
+            Some(_) => Ok(()),
         }
-        match self.shape.as_deref() {
-            None | Some("tiny") if self.shape.is_none() || self.random_weights => Ok(()),
-            Some("tiny") => Err(Error::Option("shape tiny needs random_weights".to_owned())),
-            other => Err(Error::Option(format!("unknown shape {other:?}; known: tiny"))),
+    }
+
+    /// Refuses random weights that main memory cannot hold: a shape may be made for a GPU.
+    pub(crate) fn check_memory(&self, config: &Config) -> Result<(), Error> {
+        if !self.random_weights || self.device()? != Device::Cpu {
+            return Ok(());
+        }
+        let needed = config.weights() * self.dtype().bytes() as u64;
+        let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+        let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
+        let kibibytes = line.and_then(|line| line.trim().strip_suffix(" kB")?.parse::<u64>().ok());
+        match kibibytes.map(|count| count.saturating_mul(1024)) {
+            Some(available) if available < needed => Err(Error::Option(format!(
+                "random weights of {needed} bytes do not fit the {available} bytes of free memory; use --device cuda or \
+                 a smaller --shape"
+            ))),
+            _ => Ok(()),
         }
     }
 
@@ -152,11 +221,12 @@ impl Spec {
         let mut weights = opened.weights;
         let mut model_digest = file_digest;
         if self.random_weights {
-            if self.shape.is_some() {
-                config = Config::tiny(config.vocabulary);
+            if let Some(shape) = self.shape.as_deref().and_then(|name| Config::shape(name, config.vocabulary)) {
+                config = shape;
             }
-            model_digest = random::digest(&config, self.seed, file_digest);
-            weights = Box::new(random::Random::new(self.seed));
+            let device = self.device()?;
+            model_digest = random::digest(&config, self.seed, file_digest, device);
+            weights = Box::new(random::Random::new(self.seed, device));
         }
         Ok(Source {
             description: Description {

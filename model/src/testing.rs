@@ -27,7 +27,7 @@ pub(crate) struct Held {
 
 impl Held {
     pub(crate) fn random(config: &Config, seed: u64) -> Self {
-        let mut random = Random::new(seed);
+        let mut random = Random::new(seed, tch::Device::Cpu);
         let outer = random.outer(config).unwrap();
         Self { outer, layers: (0..config.layers).map(|layer| random.layer(config, layer).unwrap()).collect() }
     }
@@ -115,7 +115,7 @@ pub(crate) fn numbers(tensor: &Tensor) -> Vec<f32> {
 
 /// Logits after the last token of [`PROMPT`], in f32.
 pub(crate) fn logits(config: &Config, weights: Box<dyn Weights>) -> Result<Vec<f32>, Error> {
-    let decoder = Decoder::load(config, weights, Dtype::F32)?;
+    let decoder = Decoder::load(config, weights, Dtype::F32, tch::Device::Cpu)?;
     let slots: Vec<u32> = (0..PROMPT.len() as u32).collect();
     let mut cache = decoder.cache(slots.len() as u32)?;
     let rotation = decoder.rotation(&slots)?;

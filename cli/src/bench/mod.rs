@@ -2,6 +2,7 @@
 
 mod cache;
 mod flops;
+mod gpu;
 mod kernels;
 mod prompt;
 mod ttft;
@@ -30,6 +31,9 @@ enum Which {
         after_help = "Examples:\n  kvsplice bench cache\n  kvsplice bench cache --only mapped --only disk --temp /srv --json"
     )]
     Cache(Box<cache::CacheFlags>),
+    /// The CUDA kernels against the CPU's, and what they reach of the device's peak
+    #[command(after_help = "Example: kvsplice bench gpu --device cuda:0 --keys 16384")]
+    Gpu(gpu::GpuFlags),
 }
 
 /// Runs a benchmark.
@@ -38,5 +42,6 @@ pub(crate) async fn run(flags: BenchFlags) -> anyhow::Result<()> {
         Which::Kernels(flags) => kernels::run(flags).await,
         Which::Ttft(flags) => ttft::run(*flags).await,
         Which::Cache(flags) => cache::run(*flags).await,
+        Which::Gpu(flags) => gpu::run(flags).await,
     }
 }

@@ -10,7 +10,7 @@ use figment::value::Value;
 use futures::TryStreamExt;
 use kvsplice_kv::receipt::Source;
 use kvsplice_kv::{ChunkKey, Options, Receipt, Strategy, Variant};
-use kvsplice_model::{Compute, Description, measure};
+use kvsplice_model::{Compute, Description, Spec, gpu, measure};
 use kvsplice_proto::v1::worker_client::WorkerClient;
 use kvsplice_proto::{client, v1};
 use serde_json::{Map, json};
@@ -107,11 +107,8 @@ pub(crate) async fn run(flags: TtftFlags) -> anyhow::Result<()> {
     let closed = session.close().await;
     let (runs, encode_seconds, order, peak_before) = measured?;
     closed?;
-    let dtype = bench.config.worker.primary.dtype();
-    let (peak_after, bandwidth) = on_compute_thread(move || -> anyhow::Result<(f64, f64)> {
-        Ok((measure::matmul_gflops(dtype)?, measure::read_bandwidth_gbs()?))
-    })
-    .await?;
+    let spec = bench.config.worker.primary.clone();
+    let (peak_after, bandwidth) = on_compute_thread(move || Ok((matmul_gflops(&spec)?, bandwidth_gbs(&spec)?))).await?;
     let mut report = bench.report(&runs, encode_seconds, peak_before.max(peak_after), bandwidth)?;
     report.insert("peak_rss_mb".into(), json!(peak_rss_mb));
     report.insert("order".into(), json!(order));
@@ -123,6 +120,25 @@ async fn on_compute_thread<R: Send + 'static>(
     job: impl FnOnce() -> anyhow::Result<R> + Send + 'static,
 ) -> anyhow::Result<R> {
     Compute::start()?.run(job).await?
+}
+
+/// The matrix-product peak of what the worker computes on.
+fn matmul_gflops(spec: &Spec) -> Result<f64, kvsplice_model::Error> {
+    match spec.cuda_index()? {
+        None => measure::matmul_gflops(spec.dtype()),
+        Some(index) => {
+            spec.open_device()?;
+            Ok(gpu::peak(index)?.rate() / 1e9)
+        }
+    }
+}
+
+/// GB/s of reading its memory.
+fn bandwidth_gbs(spec: &Spec) -> Result<f64, kvsplice_model::Error> {
+    match spec.cuda_index()? {
+        None => measure::read_bandwidth_gbs(),
+        Some(index) => Ok(gpu::read_bandwidth(index)? / 1e9),
+    }
 }
 
 struct Bench {
@@ -171,9 +187,9 @@ impl Bench {
         session: &Session,
         stop: &CancellationToken,
     ) -> anyhow::Result<(Vec<Runs>, f64, Vec<String>, f64)> {
-        let dtype = self.config.worker.primary.dtype();
+        let spec = self.config.worker.primary.clone();
         output::note("measuring the matrix-product peak");
-        let peak = on_compute_thread(move || Ok(measure::matmul_gflops(dtype)?)).await?;
+        let peak = on_compute_thread(move || Ok(matmul_gflops(&spec)?)).await?;
         output::note("encoding the chunks (not timed)");
         self.answer(session, Strategy::Clip, stop).await?;
         output::note("measuring encoding");
@@ -331,6 +347,7 @@ impl Bench {
             "dtype": dtype.to_string(),
             "primary": self.models.primary.name,
             "auxiliary": self.models.auxiliary.name,
+            "device": self.config.worker.primary.device,
             "threads": measure::threads(),
             "cpu": cpu_name(),
             "unix_time": seconds,
