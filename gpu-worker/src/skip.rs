@@ -28,6 +28,9 @@ pub(crate) fn skippable(request: &Request, rows: &RowRanges, beginning: u32, use
     for (place, users) in users.iter().enumerate() {
         // A chunk that stands in several places is needed where any of them needs it.
         let common = users.iter().map(in_part).reduce(|one, other| one.intersection(&other));
+        // One row always comes: with it comes the word where the chunk is stored, which the receipt passes on.
+        let last = users.first().map_or(0, |&part| request.parts[part].slots.len() as u32).saturating_sub(1);
+        let common = common.map(|rows| rows.intersection(&RowRanges::from_range(0..last)));
         if let Some(rows) = common.filter(|rows| !rows.is_empty()) {
             skips.insert(place, rows);
         }

@@ -13,6 +13,10 @@ const QUESTIONS: [&str; 2] = [
     "Which year was the lighthouse lens replaced, and by whom?",
 ];
 
+/// Chunks are sent, so that bytes are counted.
+const SETTINGS: [&str; 6] =
+    ["--dtype", "f32", "--set", "head.auxiliary_encoding=f32", "--set", "worker.map_files=false"];
+
 /// Heads beside the cluster's own, which stores bf16, on the same worker and cache service.
 struct Heads {
     // Clients drop before the heads, these before the rest.
@@ -75,7 +79,7 @@ fn bytes(answer: &Answer) -> u64 {
 
 #[test]
 fn smaller_encodings_cost_what_they_say() {
-    let heads = heads(&["--dtype", "f32", "--set", "head.auxiliary_encoding=f32"], &["f32", "int8", "fp8", "int4"]);
+    let heads = heads(&SETTINGS, &["f32", "int8", "fp8", "int4"]);
     let chunks = pieces(5, 600);
     // By encoding: mean KL over the questions with direct and with clip, and the bytes that direct loads.
     let mut losses: Vec<(&str, f64, f64, u64)> = Vec::new();

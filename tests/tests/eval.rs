@@ -11,7 +11,18 @@ use kvsplice_tests::{Process, program, project, run, run_ok, wait_serving, wait_
 use serde_json::Value;
 use tempfile::TempDir;
 
-const TINY: [&str; 5] = ["--shape", "tiny", "--random-weights", "--dtype", "f32"];
+/// Chunks are sent, so that bytes are counted, and loaded however slow that is.
+const TINY: [&str; 9] = [
+    "--shape",
+    "tiny",
+    "--random-weights",
+    "--dtype",
+    "f32",
+    "--set",
+    "worker.map_files=false",
+    "--set",
+    "worker.plan_loads=false",
+];
 const EVERY: &str = "full,prefix,direct,ape,lego,blend,craft,clip,guided";
 /// Small prompts of two kinds.
 const PROMPTS: [&str; 6] = ["--kinds", "hop,needle", "--tokens", "600", "--chunk-tokens", "120"];

@@ -13,8 +13,9 @@ use kvsplice_tests::{
 
 const READ_DELAY: Duration = Duration::from_millis(200);
 const ANY_PORT: &str = "127.0.0.1:0";
-const TINY: [&str; 5] = ["--shape", "tiny", "--random-weights", "--dtype", "f32"];
-const TINY_PRIMARY: [&str; 10] = [
+/// Chunks are loaded however slow the store is.
+const TINY: [&str; 7] = ["--shape", "tiny", "--random-weights", "--dtype", "f32", "--set", "worker.plan_loads=false"];
+const TINY_PRIMARY: [&str; 12] = [
     "--dtype",
     "f32",
     "--set",
@@ -25,6 +26,8 @@ const TINY_PRIMARY: [&str; 10] = [
     "worker.primary.shape=tiny",
     "--set",
     "worker.primary.random_weights=true",
+    "--set",
+    "worker.plan_loads=false",
 ];
 
 fn chunks(count: usize, length: usize) -> Vec<String> {

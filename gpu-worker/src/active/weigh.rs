@@ -56,7 +56,9 @@ impl Active {
     /// What came over the link, and in how many seconds, if that says something about its speed.
     fn link(&self) -> Option<(f64, f64)> {
         let bytes: f64 = (0..self.users.len()).map(|place| self.bytes(place) * self.arrived_share(place)).sum();
-        let seconds = match self.timeline.load_end {
+        // Of a chunk that is computed instead, what has not come is still on its way.
+        let whole = (0..self.users.len()).all(|place| self.arrived_share(place) >= 1.0);
+        let seconds = match self.timeline.load_end.filter(|_| whole) {
             Some(end) => (end - self.timeline.received) / 1e3,
             None => self.started.elapsed().as_secs_f64(),
         };
