@@ -101,6 +101,8 @@ pub(crate) struct Active {
     skipped: Skips,
     /// When loading began.
     started: Instant,
+    /// When the last layer so far came.
+    arrived: Option<Instant>,
     /// Layers that should have come before the first is computed while others have work.
     preload: u32,
     /// Of the model's chunks; each is stored in its own encoding.
@@ -162,6 +164,7 @@ impl Active {
             text,
             skipped: Skips::new(),
             started: Instant::now(),
+            arrived: None,
             preload: 1,
             layout,
             layers,
@@ -200,6 +203,7 @@ impl Active {
         let started = !matches!(self.stage, Stage::Waiting);
         match news {
             Loaded::Layer { chunk, layer, stored, source, bytes } => {
+                self.arrived = Some(Instant::now());
                 for (user, &part) in self.users[chunk].iter().enumerate() {
                     let part = &mut self.parts[part];
                     part.arrived += 1;

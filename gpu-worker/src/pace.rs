@@ -48,12 +48,14 @@ pub(crate) struct Pace {
     compute: f64,
     /// Bytes and seconds of loads.
     link: Option<(f64, f64)>,
+    /// Seconds from a request's arrival until its rows were known.
+    rows: f64,
 }
 
 impl Pace {
     /// `compute`: operations a second, as [`measure`] gives them.
     pub(crate) fn new(cost: Cost, compute: f64) -> Self {
-        Self { cost, compute, link: None }
+        Self { cost, compute, link: None, rows: 0.0 }
     }
 
     /// Operations a second.
@@ -64,6 +66,16 @@ impl Pace {
     /// Bytes a second of recent loads, if there were any.
     pub(crate) fn link(&self) -> Option<f64> {
         self.link.map(|(bytes, seconds)| bytes / seconds.max(1e-9))
+    }
+
+    /// Seconds until rows are known, from a request's arrival.
+    pub(crate) fn rows(&self) -> f64 {
+        self.rows
+    }
+
+    /// Takes in how long a request's rows took to be known.
+    pub(crate) fn rows_known(&mut self, seconds: f64) {
+        self.rows = MEMORY * self.rows + (1.0 - MEMORY) * seconds.max(0.0);
     }
 
     /// Takes in a prompt's computation.

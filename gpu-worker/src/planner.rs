@@ -24,6 +24,8 @@ pub(crate) struct Candidate {
 pub(crate) struct Situation {
     /// Seconds since its loading began.
     pub(crate) elapsed: f64,
+    /// Seconds until the rows of loaded chunks are known; computing every chunk needs none.
+    pub(crate) rows_in: f64,
     pub(crate) chunks: Vec<Candidate>,
     /// Operations of the rows that are computed whatever is decided.
     pub(crate) rest: f64,
@@ -75,8 +77,11 @@ pub(crate) fn plan(situation: &Situation) -> Plan {
             }
         }
         let (load, compute) = (bytes / rate, operations / situation.compute);
+        if fresh.len() == situation.chunks.len() {
+            return (compute, load, compute);
+        }
         let first = if begun { 0.0 } else { load / layers };
-        ((load + compute / layers).max(compute + first), load, compute)
+        ((load + compute / layers).max(compute + first.max(situation.rows_in)), load, compute)
     };
     let (loaded, load, compute) = estimate(&[]);
     let mut best = (loaded, 0);
@@ -125,7 +130,7 @@ mod tests {
             selected: 0.2 / 16.0 * 1e9,
             whole: 1.0 / 16.0 * 1e9,
         };
-        Situation { elapsed, chunks: vec![chunk; 16], rest: 0.0, compute: 1e9, link, layers: 24 }
+        Situation { elapsed, rows_in: 0.0, chunks: vec![chunk; 16], rest: 0.0, compute: 1e9, link, layers: 24 }
     }
 
     #[test]
@@ -154,6 +159,14 @@ mod tests {
         let plan = plan(&situation(0.0, 0.0, Some(2e7)));
         assert!((1..16).contains(&plan.fresh.len()), "{plan:?}");
         assert!(plan.seconds.1 < 0.8 && plan.seconds.1 > 0.2, "{plan:?}");
+    }
+
+    #[test]
+    fn rows_that_take_long_to_be_known_are_weighed() {
+        // Loading a few would gain a little, waiting for rows loses more.
+        let shared = situation(0.0, 0.0, Some(2e7));
+        let late = Situation { rows_in: 0.9, ..shared };
+        assert_eq!(plan(&late).fresh.len(), 16);
     }
 
     #[test]

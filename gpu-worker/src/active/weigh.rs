@@ -9,8 +9,8 @@ use crate::pace::{Cost, Pace};
 use crate::planner::{Candidate, Plan, Situation, plan};
 
 /// A load of fewer bytes, and of less time, says more about latency than about speed.
-const TELLING_BYTES: f64 = (4 << 20) as f64;
-const TELLING_SECONDS: f64 = 0.5;
+const TELLING_BYTES: f64 = (1 << 20) as f64;
+const TELLING_SECONDS: f64 = 0.25;
 
 impl Active {
     /// Whether it may still be decided to compute chunks. Never once the first layer has begun; nor where a chunk's tokens
@@ -29,6 +29,11 @@ impl Active {
         let places: Vec<usize> = (0..self.users.len()).filter(|&place| self.is_open(place)).collect();
         let situation = Situation {
             elapsed: self.started.elapsed().as_secs_f64(),
+            rows_in: if self.rows_complete {
+                0.0
+            } else {
+                (pace.rows() - self.started.elapsed().as_secs_f64()).max(0.0)
+            },
             chunks: places.iter().map(|&place| self.candidate(place, &pace.cost)).collect(),
             rest: pace.cost.rows(&self.unloaded()),
             compute: pace.compute(),
@@ -48,6 +53,9 @@ impl Active {
         if stays && !self.request.capture {
             pace.computed(pace.cost.rows(&self.computed.rows), self.compute);
         }
+        if let (Strategy::Clip, Some(known)) = (options.strategy, self.timeline.rows_known) {
+            pace.rows_known((known - self.timeline.received) / 1e3);
+        }
         if let Some((bytes, seconds)) = self.link() {
             pace.loaded(bytes, seconds);
         }
@@ -58,11 +66,12 @@ impl Active {
         let bytes: f64 = (0..self.users.len()).map(|place| self.bytes(place) * self.arrived_share(place)).sum();
         // Of a chunk that is computed instead, what has not come is still on its way.
         let whole = (0..self.users.len()).all(|place| self.arrived_share(place) >= 1.0);
-        let seconds = match self.timeline.load_end.filter(|_| whole) {
-            Some(end) => (end - self.timeline.received) / 1e3,
+        let seconds = match self.arrived.filter(|_| whole) {
+            Some(last) => last.duration_since(self.started).as_secs_f64(),
             None => self.started.elapsed().as_secs_f64(),
         };
-        (bytes >= TELLING_BYTES || (!self.users.is_empty() && seconds >= TELLING_SECONDS)).then_some((bytes, seconds))
+        (bytes >= TELLING_BYTES && seconds > 0.0 || (!self.users.is_empty() && seconds >= TELLING_SECONDS))
+            .then_some((bytes, seconds))
     }
 
     /// Whether the chunk at this place of the load is to be loaded.

@@ -48,7 +48,7 @@ impl<T: Number> Work for SiluMul<'_, T> {
 #[inline(always)]
 fn silu(x: f32) -> f32 {
     // Beyond ±126 the result is x or as good as 0.
-    let power = (x * -std::f32::consts::LOG2_E).max(-126.0).min(126.0);
+    let power = (x * -std::f32::consts::LOG2_E).clamp(-126.0, 126.0);
     let shifted = power + ROUND;
     let rest = power - (shifted - ROUND);
     let mut sum = SERIES[0];
