@@ -352,10 +352,8 @@ impl Active {
 
     /// Whether any chunk is placed rather than computed.
     fn loads_chunks(&self) -> bool {
-        let parts = self.request.parts.iter().zip(&self.parts);
-        parts
-            .into_iter()
-            .any(|(part, kv)| part.kind == Kind::Chunk && (kv.cached || kv.outcome.source == Source::Device))
+        let mut parts = self.request.parts.iter().zip(&self.parts);
+        parts.any(|(part, kv)| part.kind == Kind::Chunk && (kv.cached || kv.outcome.source == Source::Device))
     }
 
     /// Layers of which everything has come that is placed.

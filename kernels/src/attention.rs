@@ -5,9 +5,10 @@
 
 use tch::{Device, Kind, Tensor};
 
-use crate::cpu::attention::{Call, Rows};
+use crate::blocks::Rows;
+use crate::cpu::attention::Call;
 use crate::cpu::number::Number;
-use crate::{BLOCK, Error, Isa, argument, blocks, cpu, data, device};
+use crate::{BLOCK, Error, Isa, argument, cpu, data, device};
 
 mod tiled;
 
@@ -96,8 +97,8 @@ fn on_device(query: &Tensor, sequences: &[Sequence<'_>], view: View<'_>) -> Resu
             if view.from > 0 || !ends.is_empty() {
                 return Err(argument(OP, "on a GPU, a block table goes with neither a first slot nor ends"));
             }
-            let request = [blocks::Rows { last: sequence.last, table: Some(table) }];
-            outputs.push(blocks::ragged_causal_blocks(&mine, sequence.keys, sequence.values, &request)?);
+            let rows = Rows { last: sequence.last, table: Some(table) };
+            outputs.push(device::in_blocks(&mine, sequence.keys, sequence.values, rows)?);
             continue;
         }
         let seen = |tensor: &Tensor| -> Result<Tensor, Error> {
@@ -173,7 +174,7 @@ where
         }
         kv_heads = found;
         count += sequence.last.len();
-        checked.push(Rows {
+        checked.push(cpu::attention::Rows {
             keys: data::numbers::<T>(OP, sequence.keys)?,
             values: data::numbers::<T>(OP, sequence.values)?,
             table: sequence.table,

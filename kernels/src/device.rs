@@ -17,16 +17,27 @@ pub(crate) fn ragged_causal(
     last: &[u32],
     ends: Option<&[u32]>,
 ) -> Result<(Tensor, Option<Tensor>), Error> {
-    let Device::Cuda(index) = query.device() else {
-        return Err(argument("ragged_causal", format!("runs on the CPU and on CUDA, not on {:?}", query.device())));
-    };
+    let gpu = gpu(query)?;
     let kernel = matches!(query.kind(), Kind::BFloat16 | Kind::Half)
         && query.size().last().is_some_and(|dim| cuda::attention::HEAD_DIMS.contains(dim));
     if !kernel {
         return plain(query, keys, values, last, ends);
     }
     let (query, keys, values) = (query.f_contiguous()?, keys.f_contiguous()?, values.f_contiguous()?);
-    cuda::attention::ragged_causal(&*cuda::gpu(index)?, &query, &keys, &values, &[Rows { last, table: None }], ends)
+    cuda::attention::ragged_causal(&*cuda::gpu(gpu)?, &query, &keys, &values, &[Rows { last, table: None }], ends)
+}
+
+/// Attention through a block table, in one launch; there is no other way than the kernel.
+pub(crate) fn in_blocks(query: &Tensor, keys: &Tensor, values: &Tensor, rows: Rows<'_>) -> Result<Tensor, Error> {
+    Ok(cuda::attention::ragged_causal(&*cuda::gpu(gpu(query)?)?, query, keys, values, &[rows], None)?.0)
+}
+
+/// The number of the GPU that holds a tensor.
+fn gpu(tensor: &Tensor) -> Result<usize, Error> {
+    match tensor.device() {
+        Device::Cuda(index) => Ok(index),
+        other => Err(argument("ragged_causal", format!("runs on the CPU and on CUDA, not on {other:?}"))),
+    }
 }
 
 fn plain(

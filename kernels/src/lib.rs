@@ -9,7 +9,7 @@ pub mod activation;
 #[cfg(feature = "libtorch")]
 pub mod attention;
 #[cfg(feature = "libtorch")]
-pub mod blocks;
+mod blocks;
 mod cpu;
 #[cfg(feature = "libtorch")]
 pub mod cuda;

@@ -47,27 +47,23 @@ impl StoredLayer {
                     let mut scale_numbers = vec![0f32; scale_place.len() / 4];
                     let encode = if part == Part::Keys { quantize::encode_keys } else { quantize::encode_values };
                     encode(format, &numbers, shape, &mut bytes[place], &mut scale_numbers)?;
-                    for (to, scale) in bytes[scale_place].chunks_exact_mut(4).zip(scale_numbers) {
-                        to.copy_from_slice(&scale.to_le_bytes());
-                    }
+                    bytes[scale_place].copy_from_slice(&quantize::write_scales(&scale_numbers));
                 }
             }
         }
         Ok(Self { layout, tokens, bytes: bytes.into() })
     }
 
-    /// Scales of keys and of values; none unless the encoding has them. Fails when the bytes do not fit the layout.
+    /// Scales of keys and of values; none unless the encoding has them. Fails when the bytes do not fit the layout, and on
+    /// a scale that no encoder writes.
     pub(crate) fn scales(&self) -> Result<Scales, Error> {
         let Self { layout, tokens, bytes } = self;
         if bytes.len() != layout.layer_bytes(*tokens) {
             let found = bytes.len();
             return Err(Error::Argument(format!("a stored layer of {found} bytes is not {tokens} tokens of {layout}")));
         }
-        let floats = |part| {
-            let numbers = bytes[layout.part_range(part, *tokens)].as_chunks().0;
-            numbers.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
-        };
-        Ok(Scales { keys: floats(Part::KeyScales), values: floats(Part::ValueScales) })
+        let scales = |part| quantize::read_scales(&bytes[layout.part_range(part, *tokens)]);
+        Ok(Scales { keys: scales(Part::KeyScales)?, values: scales(Part::ValueScales)? })
     }
 
     /// Rows from `first` on, with the scales that [`StoredLayer::scales`] gave.

@@ -28,7 +28,7 @@ pub use disk::{SmallDisk, file_bytes, on_a_small_disk};
 pub use gate::Gate;
 pub use process::Process;
 pub use prompt::{article, characters, greedy, inline, options, raw, request, specification, strategy, words};
-pub use reference::{EXACT, Reference, Verdict};
+pub use reference::{EXACT, Reference, TINY, Verdict};
 pub use store::FaultyStore;
 pub use storm::{Fault, StormStore};
 pub use wait::{wait_idle, wait_serving, wait_until, watch};

@@ -15,6 +15,9 @@ use kvsplice_proto::{client, v1};
 
 use crate::{Answer, CacheService, Client, FaultyStore, Pair, greedy, inline, request, strategy, worker_status};
 
+/// Tiny models in single precision, whose chunks are loaded if they are there: how fast this machine is decides nothing.
+pub const TINY: [&str; 7] =
+    ["--shape", "tiny", "--random-weights", "--dtype", "f32", "--set", "worker.plan_loads=false"];
 /// Tiny models whose KV is stored as it was computed, and loaded if it is there: how fast this machine is decides nothing.
 pub const EXACT: [&str; 11] = [
     "--shape",

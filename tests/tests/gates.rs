@@ -7,19 +7,8 @@ use std::sync::{Arc, Mutex, Weak};
 use kvsplice_proto::v1;
 use kvsplice_proto::v1::part::Kind;
 use kvsplice_proto::v1::worker_client::WorkerClient;
-use kvsplice_tests::{Answer, Client, Cluster, Shared, inline, options, raw, request, shared, words};
+use kvsplice_tests::{Answer, Client, Cluster, EXACT, Shared, inline, options, raw, request, shared, words};
 
-const EXACT: [&str; 9] = [
-    "--shape",
-    "tiny",
-    "--random-weights",
-    "--dtype",
-    "f32",
-    "--set",
-    "head.encoding=f32",
-    "--set",
-    "head.auxiliary_encoding=f32",
-];
 /// Single precision, other summation orders.
 const EXACT_TOLERANCE: f32 = 1e-3;
 const BATCH_TOLERANCE: f32 = 1e-4;

@@ -4,12 +4,10 @@
 
 use kvsplice_kv::Options;
 use kvsplice_kv::options::Budget;
-use kvsplice_tests::{Answer, Client, Cluster, characters, inline, raw, request};
+use kvsplice_tests::{Answer, Client, Cluster, TINY, characters, inline, raw, request};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngSeed, TestCaseError, TestRunner};
 
-/// Chunks are loaded however slow that is beside so small a model.
-const TINY: [&str; 7] = ["--shape", "tiny", "--random-weights", "--dtype", "f32", "--set", "worker.plan_loads=false"];
 const SEED: u64 = 20_251_130;
 const CASES: u32 = 160;
 

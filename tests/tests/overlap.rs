@@ -8,13 +8,11 @@ use std::time::Duration;
 
 use kvsplice_proto::v1;
 use kvsplice_tests::{
-    Answer, CacheService, Client, FaultyStore, Pair, inline, options, request, wait_until, words, worker_status,
+    Answer, CacheService, Client, FaultyStore, Pair, TINY, inline, options, request, wait_until, words, worker_status,
 };
 
 const READ_DELAY: Duration = Duration::from_millis(200);
 const ANY_PORT: &str = "127.0.0.1:0";
-/// Chunks are loaded however slow the store is.
-const TINY: [&str; 7] = ["--shape", "tiny", "--random-weights", "--dtype", "f32", "--set", "worker.plan_loads=false"];
 const TINY_PRIMARY: [&str; 12] = [
     "--dtype",
     "f32",

@@ -7,13 +7,11 @@ use std::time::{Duration, Instant};
 
 use kvsplice_proto::v1;
 use kvsplice_tests::{
-    Answer, Client, Cluster, Process, article, greedy, inline, options, request, run, run_ok, wait_serving, wait_until,
-    words, worker_status,
+    Answer, Client, Cluster, Process, TINY, article, greedy, inline, options, request, run, run_ok, wait_serving,
+    wait_until, words, worker_status,
 };
 use serde_json::Value;
 
-/// Chunks are loaded however slow that is beside so small a model.
-const TINY: [&str; 7] = ["--shape", "tiny", "--random-weights", "--dtype", "f32", "--set", "worker.plan_loads=false"];
 const QUESTION: &str = "Who is the captain of the Marguerite?";
 
 fn chunks(first_word: usize, count: usize, length: usize) -> Vec<String> {

@@ -4,19 +4,8 @@
 
 use std::sync::{Arc, Mutex, Weak};
 
-use kvsplice_tests::{Answer, Client, Cluster, Shared, inline, request, shared, specification, words};
+use kvsplice_tests::{Answer, Client, Cluster, EXACT, Shared, inline, request, shared, specification, words};
 
-const EXACT: [&str; 9] = [
-    "--shape",
-    "tiny",
-    "--random-weights",
-    "--dtype",
-    "f32",
-    "--set",
-    "head.encoding=f32",
-    "--set",
-    "head.auxiliary_encoding=f32",
-];
 const TOLERANCE: f32 = 1e-3;
 const QUESTION: &str = "Who keeps the beehives of the harbor?";
 const OUTPUT: u32 = 10;

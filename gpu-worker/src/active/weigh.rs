@@ -27,13 +27,10 @@ impl Active {
     /// Compares loading with computing, and takes the faster for each chunk.
     pub(crate) fn weigh(&mut self, pace: &Pace) {
         let places: Vec<usize> = (0..self.users.len()).filter(|&place| self.is_open(place)).collect();
+        let elapsed = self.started.elapsed().as_secs_f64();
         let situation = Situation {
-            elapsed: self.started.elapsed().as_secs_f64(),
-            rows_in: if self.rows_complete {
-                0.0
-            } else {
-                (pace.rows() - self.started.elapsed().as_secs_f64()).max(0.0)
-            },
+            elapsed,
+            rows_in: if self.rows_complete { 0.0 } else { (pace.rows() - elapsed).max(0.0) },
             chunks: places.iter().map(|&place| self.candidate(place, &pace.cost)).collect(),
             rest: pace.cost.rows(&self.unloaded()),
             compute: pace.compute(),
@@ -127,7 +124,11 @@ impl Active {
     /// The plan's chunks are rows now. They leave the link to the others; where there are no others, loading goes on until
     /// the prompt is through, for what comes tells how fast the link is now.
     fn compute_instead(&mut self, plan: &Plan, places: &[usize]) {
+        if plan.fresh.is_empty() {
+            return;
+        }
         let (load, fresh) = plan.seconds;
+        let needed_rows = !self.rows_complete && self.loads_chunks();
         let computed: Vec<usize> = plan.fresh.iter().filter_map(|&index| places.get(index).copied()).collect();
         if computed.len() < places.len() {
             let tokens =
@@ -145,17 +146,9 @@ impl Active {
                     format!("slow: the prompt takes {load:.2} s with every chunk loaded, {fresh:.2} s as planned");
             }
         }
-        if !self.rows_complete && !self.loads_chunks() {
+        if needed_rows && !self.loads_chunks() {
             self.tell(Ok(super::Event::RowsUnneeded));
         }
-        if !plan.fresh.is_empty() {
-            tracing::info!(
-                request = self.id,
-                chunks = plan.fresh.len(),
-                load,
-                fresh,
-                "chunks are computed, not loaded"
-            );
-        }
+        tracing::info!(request = self.id, chunks = plan.fresh.len(), load, fresh, "chunks are computed, not loaded");
     }
 }

@@ -138,9 +138,9 @@ impl Checks {
                 }
                 bytes += next;
                 let ((layer, chunk), check) = entry.remove_entry();
-                let Some(Some(state)) = open.get(chunk) else { continue };
-                // Of a chunk whose rows are all computed nothing is looked at.
-                batch.push((layer, chunk, check, state.needed.is_empty()));
+                if let Some(Some(_)) = open.get(chunk) {
+                    batch.push((layer, chunk, check));
+                }
             }
             if batch.is_empty() {
                 return;
@@ -167,17 +167,16 @@ impl Checks {
     }
 }
 
-fn check_all(batch: Vec<(u32, usize, Check, bool)>) -> Vec<Checked> {
+fn check_all(batch: Vec<(u32, usize, Check)>) -> Vec<Checked> {
     // The disk reads for all of them at once.
-    for (_, _, Check { file, range, .. }, unread) in &batch {
-        if let (Ok(mapped), false) = (file.get(), *unread) {
+    for (_, _, Check { file, range, .. }) in &batch {
+        if let Ok(mapped) = file.get() {
             mapped.read_ahead(range);
         }
     }
-    let check = |(layer, chunk, check, unread): (u32, usize, Check, bool)| {
+    let check = |(layer, chunk, check): (u32, usize, Check)| {
         let Check { file, range, crc32c, source } = check;
-        let read = || file.get()?.layer(range.clone(), crc32c).map_err(Arc::new);
-        let result = if unread { Ok(vec![0; range.len()].into()) } else { read() };
+        let result = file.get().and_then(|mapped| mapped.layer(range, crc32c).map_err(Arc::new));
         Checked { chunk, layer, source, result }
     };
     batch.into_iter().map(check).collect()

@@ -82,7 +82,7 @@ pub(super) fn accept(
         if part.by_token() {
             rows.intersection(&chunk.needed).len() == needed
         } else {
-            needed == 0 || rows.len() == part.rows(tokens) as usize
+            rows.len() == part.rows(tokens) as usize
         }
     };
     if layout.parts().iter().all(whole) {
