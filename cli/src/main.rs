@@ -17,6 +17,8 @@ mod doctor;
 mod documents;
 #[cfg(feature = "client")]
 mod dump;
+#[cfg(any(feature = "head", feature = "worker"))]
+mod environment;
 #[cfg(feature = "client")]
 mod eval;
 mod failure;
@@ -27,8 +29,6 @@ mod generate;
 mod ingest;
 mod models;
 mod output;
-#[cfg(any(feature = "head", feature = "worker"))]
-mod passive;
 #[cfg(feature = "client")]
 mod prompt;
 #[cfg(feature = "client")]
@@ -62,7 +62,7 @@ fn main() -> ExitCode {
     };
     #[cfg(any(feature = "head", feature = "worker"))]
     if command.computes() {
-        passive::ensure();
+        environment::ensure();
     }
     let Err(error) = run(command) else { return ExitCode::SUCCESS };
     if failure::is_broken_pipe(&error) {

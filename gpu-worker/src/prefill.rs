@@ -10,7 +10,7 @@ use kvsplice_kv::RowRanges;
 use kvsplice_kv::options::{Mask, Strategy};
 use kvsplice_model::attention::{attend, attend_masses};
 use kvsplice_model::cache::KvCache;
-use kvsplice_model::decoder::SLICE_ROWS;
+use kvsplice_model::decoder::{joined, slice_of};
 use kvsplice_model::stored::StoredLayer;
 use kvsplice_model::{Decoder, Error};
 use tch::{Device, Kind, Tensor};
@@ -151,10 +151,9 @@ impl Prefill {
             }
             return Ok(Step::More);
         }
-        let count = rows.clamp(1, SLICE_ROWS);
         match std::mem::replace(&mut self.at, At::Project(0, Vec::new())) {
-            At::Project(first, queries) => self.project(decoder, first, count, queries)?,
-            At::Attend(first, query, outputs) => return self.attend(decoder, first, count, query, outputs),
+            At::Project(first, queries) => self.project(decoder, first, rows, queries)?,
+            At::Attend(first, query, outputs) => return self.attend(decoder, first, rows, query, outputs),
         }
         Ok(Step::More)
     }
@@ -163,10 +162,10 @@ impl Prefill {
         &mut self,
         decoder: &Decoder,
         first: usize,
-        count: usize,
+        most: usize,
         mut queries: Vec<Tensor>,
     ) -> Result<(), Error> {
-        let end = self.rows.slots.len().min(first + count);
+        let end = first + slice_of(self.rows.slots.len() - first, most);
         let slots = &self.rows.slots[first..end];
         let hidden = self.rows.hidden.f_narrow(0, first as i64, slots.len() as i64)?;
         let rotation = self.rows.rotation.narrow(first, slots.len())?;
@@ -185,7 +184,7 @@ impl Prefill {
         }
         let selectable = self.rows.slots.iter().filter(|&&slot| self.prompt.selectable(slot)).count();
         self.outcome.projected += selectable as u64;
-        let mut query = Tensor::f_cat(&queries, 0)?;
+        let mut query = joined(queries)?;
         if let Some(kept) = self.narrow()? {
             query = query.f_index_select(0, &index(&kept, query.device())?)?;
             self.rows.keep(decoder, &self.prompt, &kept)?;
@@ -218,12 +217,12 @@ impl Prefill {
         &mut self,
         decoder: &Decoder,
         first: usize,
-        count: usize,
+        most: usize,
         query: Tensor,
         mut outputs: Vec<Tensor>,
     ) -> Result<Step, Error> {
         let slots = &self.rows.slots;
-        let mut end = slots.len().min(first + count);
+        let mut end = first + slice_of(slots.len() - first, most);
         // Question rows stand in slices of their own where their look at the chunks is asked for.
         let question = slots.partition_point(|&slot| slot < self.prompt.question_start());
         if self.focus.is_some() && first < question {
@@ -253,7 +252,7 @@ impl Prefill {
             self.at = At::Attend(end, query, outputs);
             return Ok(Step::More);
         }
-        self.rows.hidden = Tensor::f_cat(&outputs, 0)?;
+        self.rows.hidden = joined(outputs)?;
         self.layer += 1;
         if self.layer < self.layers {
             self.give_up(decoder)?;

@@ -10,7 +10,7 @@ use kvsplice_kernels::rope::Rotation;
 use tch::{Kind, Tensor};
 
 use crate::cache::{KvCache, indices};
-use crate::decoder::SLICE_ROWS;
+use crate::decoder::{SLICE_ROWS, joined, slice_of};
 use crate::{Compute, Decoder, Error};
 
 /// Two-part attention of the rows behind the context (APE, arXiv 2502.05431; with recomputed rows: PSR, arXiv
@@ -228,8 +228,9 @@ impl LastAttention {
         let done = self.wanted.iter().all(|&layer| layer <= self.layer);
         let mut outputs = Vec::new();
         let mut looked = None;
-        for (index, slots) in self.slots.chunks(SLICE_ROWS).enumerate() {
-            let first = index * SLICE_ROWS;
+        let slice = slice_of(self.slots.len(), SLICE_ROWS);
+        for (index, slots) in self.slots.chunks(slice).enumerate() {
+            let first = index * slice;
             let hidden = self.hidden.f_narrow(0, first as i64, slots.len() as i64)?;
             let rotation = self.rotation.narrow(first, slots.len())?;
             let rows = decoder.project(self.layer, &hidden, &rotation)?;
@@ -246,7 +247,7 @@ impl LastAttention {
             self.look(&query)?;
         }
         if !done {
-            self.hidden = Tensor::f_cat(&outputs, 0)?;
+            self.hidden = joined(outputs)?;
         }
         self.layer += 1;
         Ok(done)

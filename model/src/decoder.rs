@@ -4,6 +4,7 @@
 //! segments, each a run of rows of one sequence with its slots. It does not know why a row is computed.
 
 use kvsplice_kernels::activation::silu_mul;
+use kvsplice_kernels::attention::{Sequence, View};
 use kvsplice_kernels::cuda::computes;
 use kvsplice_kernels::cuda::elementwise::{gated, rms_norm};
 use kvsplice_kernels::memory::release_unused;
@@ -15,8 +16,22 @@ use crate::cache::{KvCache, indices, on_device};
 use crate::weights::{LayerWeights, Weights};
 use crate::{Config, Dtype, Error};
 
-/// Rows of one forward call at most: matrices of this height run at full speed, and its buffers stay small.
-pub const SLICE_ROWS: usize = 512;
+/// Rows of one forward call at most. The library packs the weights anew in each product: of 512 rows that is a tenth of
+/// the time, of 1024 half as much; beyond that little is gained, and the buffers grow.
+pub const SLICE_ROWS: usize = 1024;
+
+/// How many of `rows` come next, if at most `most` may: as few slices as possible, of nearly one size.
+pub fn slice_of(rows: usize, most: usize) -> usize {
+    rows.div_ceil(rows.div_ceil(most.max(1)).max(1))
+}
+
+/// Pieces `[rows, ..]` one after another.
+pub fn joined(mut pieces: Vec<Tensor>) -> Result<Tensor, Error> {
+    match pieces.len() {
+        1 => Ok(pieces.remove(0)),
+        _ => Ok(Tensor::f_cat(&pieces, 0)?),
+    }
+}
 
 /// Widths that a GPU's own kernels take are multiples of this.
 const FUSED_WIDTH_STEP: i64 = 8;
@@ -296,10 +311,7 @@ impl Decoder {
             queries.push(segment.cache.scatter(layer, segment.slots, &own, weights.qkv_bias.as_ref(), &turn)?);
             first += rows;
         }
-        match queries.len() {
-            1 => Ok(queries.remove(0)),
-            _ => Ok(Tensor::f_cat(&queries, 0)?),
-        }
+        joined(queries)
     }
 
     fn attend<'a>(
@@ -308,20 +320,23 @@ impl Decoder {
         query: &Tensor,
         segments: impl Iterator<Item = (&'a KvCache, &'a [u32], Option<&'a TwoPart>)>,
     ) -> Result<Tensor, Error> {
+        let segments: Vec<_> = segments.filter(|(_, slots, _)| !slots.is_empty()).collect();
+        if segments.iter().all(|(.., two_part)| two_part.is_none()) {
+            let sequence = |(cache, last, _): &(&'a KvCache, &'a [u32], _)| {
+                let (keys, values) = cache.layer(layer);
+                Sequence { keys, values, table: None, last }
+            };
+            let sequences: Vec<Sequence<'_>> = segments.iter().map(sequence).collect();
+            return Ok(kvsplice_kernels::attention::attend(query, &sequences, View::default())?.0);
+        }
         let mut outputs = Vec::new();
         let mut first = 0;
         for (cache, slots, two_part) in segments {
             let rows = slots.len() as i64;
-            if rows == 0 {
-                continue;
-            }
             outputs.push(attend(cache, layer, &query.f_narrow(0, first, rows)?, slots, two_part)?);
             first += rows;
         }
-        match outputs.len() {
-            1 => Ok(outputs.remove(0)),
-            _ => Ok(Tensor::f_cat(&outputs, 0)?),
-        }
+        joined(outputs)
     }
 
     /// The first half of a layer: queries, keys and values of the rows, rotated to their positions.

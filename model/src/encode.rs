@@ -9,7 +9,7 @@ use kvsplice_kv::{Encoding, KvLayout};
 use tch::Tensor;
 
 use crate::cache::KvCache;
-use crate::decoder::{Keep, SLICE_ROWS, Segment};
+use crate::decoder::{Keep, SLICE_ROWS, Segment, joined, slice_of};
 use crate::stored::StoredLayer;
 use crate::{Decoder, Error};
 
@@ -50,7 +50,8 @@ impl Prefix {
         let tokens = ids.len() as u32;
         let mut cache = decoder.cache(tokens.max(1))?;
         let slots: Vec<u32> = (0..tokens).collect();
-        for (slots, ids) in slots.chunks(SLICE_ROWS).zip(ids.chunks(SLICE_ROWS)) {
+        let slice = slice_of(slots.len(), SLICE_ROWS).max(1);
+        for (slots, ids) in slots.chunks(slice).zip(ids.chunks(slice)) {
             let rotation = decoder.rotation(slots)?;
             let mut hidden = decoder.embed(ids)?;
             let last = decoder.config().layers - 1;
@@ -139,8 +140,9 @@ impl Encoder {
                 return Err(Error::Argument(format!("{rows} rows of several chunks do not fit one pass")));
             };
             let mut outputs = Vec::new();
-            for (index, slots) in chunk.slots.chunks(SLICE_ROWS).enumerate() {
-                let first = index * SLICE_ROWS;
+            let slice = slice_of(rows, SLICE_ROWS);
+            for (index, slots) in chunk.slots.chunks(slice).enumerate() {
+                let first = index * slice;
                 let hidden = self.hidden.f_narrow(0, first as i64, slots.len() as i64)?;
                 let rotation = self.rotation.narrow(first, slots.len())?;
                 let mut segments = [Segment { cache: &mut chunk.cache, slots, two_part: None }];
@@ -153,7 +155,7 @@ impl Encoder {
                     Some(&mut captured),
                 )?);
             }
-            self.hidden = Tensor::f_cat(&outputs, 0)?;
+            self.hidden = joined(outputs)?;
         }
         self.store(&captured)?;
         self.layer += 1;
@@ -162,7 +164,7 @@ impl Encoder {
 
     /// Turns the captured rows of a layer into bytes, chunk by chunk.
     fn store(&mut self, captured: &[(Tensor, Tensor)]) -> Result<(), Error> {
-        let (keys, values) = joined(captured)?;
+        let (keys, values) = joined_pairs(captured)?;
         let mut first = 0;
         for chunk in &mut self.chunks {
             let tokens = chunk.slots.len() as i64;
@@ -192,7 +194,7 @@ pub fn pack(
     let layout = layout(config, encoding);
     let mut packed = Vec::with_capacity(layers.len());
     for slices in layers {
-        let (keys, values) = joined(slices)?;
+        let (keys, values) = joined_pairs(slices)?;
         let (keys, values) = (keys.f_narrow(0, first, tokens)?, values.f_narrow(0, first, tokens)?);
         packed.push(StoredLayer::encode(layout, &keys, &values)?.bytes);
     }
@@ -200,7 +202,7 @@ pub fn pack(
 }
 
 /// Slices of keys and of values one after another.
-fn joined(slices: &[(Tensor, Tensor)]) -> Result<(Tensor, Tensor), Error> {
+fn joined_pairs(slices: &[(Tensor, Tensor)]) -> Result<(Tensor, Tensor), Error> {
     let all = |pick: fn(&(Tensor, Tensor)) -> &Tensor| Tensor::f_cat(&slices.iter().map(pick).collect::<Vec<_>>(), 0);
     Ok((all(|slice| &slice.0)?, all(|slice| &slice.1)?))
 }

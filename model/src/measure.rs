@@ -27,7 +27,7 @@ fn median(span: Duration, mut run: impl FnMut() -> Result<(), Error>) -> Result<
 }
 
 /// Rows, inner size and columns of the products that the peak is the best of: tall, square and wide.
-const PRODUCTS: [(i64, i64, i64); 4] = [(512, 896, 1152), (512, 896, 9728), (2048, 2048, 2048), (1024, 4096, 4096)];
+const PRODUCTS: [(i64, i64, i64); 4] = [(1024, 896, 1152), (1024, 896, 9728), (2048, 2048, 2048), (1024, 4096, 4096)];
 
 /// GFLOPS of the library's matrix product in `dtype`, sustained.
 pub fn matmul_gflops(dtype: Dtype) -> Result<f64, Error> {

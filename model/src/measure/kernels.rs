@@ -25,7 +25,9 @@ const SHAPE: (i64, i64, i64) = (14, 2, 64);
 /// Caches, one a layer, that decode and placing go through, so that none is found in a processor's cache.
 const LAYERS: usize = 32;
 /// Rows, hidden and MLP size of a slice of that model.
-const SLICE: (i64, i64, i64) = (512, 896, 4864);
+const SLICE: (i64, i64, i64) = (1024, 896, 4864);
+/// Element-wise operations one after another in one run: in a prompt they follow each other, and the data is near.
+pub const REPEATS: usize = 4;
 
 /// What one run does.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -132,10 +134,13 @@ fn random(shape: &[i64]) -> Result<Tensor, Error> {
 }
 
 /// Numbers of its own.
-fn copied(tensor: &Tensor) -> Result<Tensor, Error> {
-    let mut copy = tensor.f_empty_like()?;
-    copy.f_copy_(tensor)?;
-    Ok(copy)
+fn copies(tensor: &Tensor) -> Result<Vec<Tensor>, Error> {
+    let copied = |_| {
+        let mut copy = tensor.f_empty_like()?;
+        copy.f_copy_(tensor)?;
+        Ok(copy)
+    };
+    (0..REPEATS).map(copied).collect()
 }
 
 /// A fifth of the keys in runs of 8 to 32, spread over all of them.
@@ -310,21 +315,32 @@ fn coding(add: &mut impl FnMut(&str, Work, Run), name: &str, format: Format) {
 fn elementwise(add: &mut impl FnMut(&str, Work, Run)) -> Result<(), Error> {
     let (rows, hidden, inner) = SLICE;
     let (input, weight) = (random(&[rows, hidden])?, ones(&[hidden])?);
-    let norm = move || timed(|| Ok(input.f_rms_norm([hidden], Some(&weight), 1e-6)?));
-    add("rms_norm", Work::Bytes(8.0 * (rows * hidden) as f64), Box::new(norm));
-    let moved = Work::Bytes(12.0 * (rows * inner) as f64);
+    let times = REPEATS as f64;
+    let norm = move || {
+        timed(|| {
+            for _ in 0..REPEATS {
+                drop(input.f_rms_norm([hidden], Some(&weight), 1e-6)?);
+            }
+            Ok(())
+        })
+    };
+    add("rms_norm", Work::Bytes(8.0 * times * (rows * hidden) as f64), Box::new(norm));
+    let moved = Work::Bytes(12.0 * times * (rows * inner) as f64);
     let both = random(&[rows, 2 * inner])?;
     let fresh = both.shallow_clone();
     let fused = move || {
-        let copy = copied(&fresh)?;
-        timed(|| Ok(silu_mul(copy)?))
+        let copies = copies(&fresh)?;
+        timed(|| Ok(copies.into_iter().map(silu_mul).collect::<Result<Vec<_>, _>>()?))
     };
     add("silu_mul", moved, Box::new(fused));
     let library = move || {
-        let copy = copied(&both)?;
+        let copies = copies(&both)?;
         timed(|| {
-            let up = copy.f_narrow(1, inner, inner)?;
-            Ok(copy.f_narrow(1, 0, inner)?.f_silu_()?.f_mul_(&up)?)
+            for copy in &copies {
+                let up = copy.f_narrow(1, inner, inner)?;
+                drop(copy.f_narrow(1, 0, inner)?.f_silu_()?.f_mul_(&up)?);
+            }
+            Ok(copies)
         })
     };
     add("silu_mul_library", moved, Box::new(library));
