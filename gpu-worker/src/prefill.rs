@@ -158,13 +158,7 @@ impl Prefill {
         Ok(Step::More)
     }
 
-    fn project(
-        &mut self,
-        decoder: &Decoder,
-        first: usize,
-        most: usize,
-        mut queries: Vec<Tensor>,
-    ) -> Result<(), Error> {
+    fn project(&mut self, decoder: &Decoder, first: usize, most: usize, mut queries: Vec<Tensor>) -> Result<(), Error> {
         let end = first + slice_of(self.rows.slots.len() - first, most);
         let slots = &self.rows.slots[first..end];
         let hidden = self.rows.hidden.f_narrow(0, first as i64, slots.len() as i64)?;

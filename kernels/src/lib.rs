@@ -20,6 +20,8 @@ mod device;
 pub mod memory;
 mod parallel;
 pub mod place;
+#[cfg(feature = "libtorch")]
+pub mod product;
 pub mod quantize;
 #[cfg(feature = "libtorch")]
 pub mod rope;

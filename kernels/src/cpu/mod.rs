@@ -5,6 +5,7 @@ pub(crate) mod attention;
 pub(crate) mod isa;
 pub(crate) mod number;
 pub(crate) mod place;
+pub(crate) mod product;
 pub(crate) mod rope;
 mod tile;
 mod vectors;

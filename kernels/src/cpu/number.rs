@@ -7,8 +7,15 @@ pub(crate) trait Number: Copy + Send + Sync + Default + 'static {
     fn to_f32(self) -> f32;
     /// Rounds to nearest, ties to even.
     fn from_f32(value: f32) -> Self;
-    /// The same numbers, if they are f32 already.
-    fn as_f32(numbers: &[Self]) -> Option<&[f32]>;
+    /// The same numbers, with their type.
+    fn typed(numbers: &[Self]) -> Typed<'_>;
+}
+
+/// Numbers of a type that vectors are loaded from.
+#[derive(Clone, Copy)]
+pub(crate) enum Typed<'a> {
+    F32(&'a [f32]),
+    Bf16(&'a [bf16]),
 }
 
 impl Number for f32 {
@@ -23,8 +30,8 @@ impl Number for f32 {
     }
 
     #[inline(always)]
-    fn as_f32(numbers: &[Self]) -> Option<&[f32]> {
-        Some(numbers)
+    fn typed(numbers: &[Self]) -> Typed<'_> {
+        Typed::F32(numbers)
     }
 }
 
@@ -43,8 +50,8 @@ impl Number for bf16 {
     }
 
     #[inline(always)]
-    fn as_f32(_: &[Self]) -> Option<&[f32]> {
-        None
+    fn typed(numbers: &[Self]) -> Typed<'_> {
+        Typed::Bf16(numbers)
     }
 }
 

@@ -9,11 +9,13 @@
 
 use std::ops::Range;
 
-use super::number::Number;
+use super::number::{Number, Typed};
 use super::vectors;
 
 /// Keys a block: those of one block of a sequence's KV.
 pub(super) const BLOCK_KEYS: usize = crate::BLOCK as usize;
+/// What memory comes in.
+const LINE_BYTES: usize = 64;
 /// Numbers of a head are padded to a multiple of this: the inner loops handle as many at once.
 const HEAD_DIM_STEP: usize = 8;
 
@@ -82,12 +84,22 @@ impl<T: Number> Tile<'_, T> {
         }
     }
 
+    /// Asks for `count` rows from row `first` on.
+    #[inline(always)]
+    fn fetch(&self, all: &[T], first: usize, count: usize) {
+        for row in first..first + count {
+            for number in (0..self.head_dim).step_by(LINE_BYTES / size_of::<T>()) {
+                vectors::fetch(all, row * self.stride + number);
+            }
+        }
+    }
+
     /// `count` rows from row `first` on, as f32 with padding, and how far apart they are.
     #[inline(always)]
     fn numbers<'b>(&self, all: &'b [T], first: usize, count: usize, packed: &'b mut [f32]) -> (&'b [f32], usize) {
         let (dim, padded) = (self.head_dim, padded(self.head_dim));
         let from = &all[first * self.stride..];
-        if let (Some(numbers), true) = (T::as_f32(from), dim == padded) {
+        if let (Typed::F32(numbers), true) = (T::typed(from), dim == padded) {
             return (numbers, self.stride);
         }
         // The padding is zero from the start and is never written.
@@ -177,6 +189,14 @@ macro_rules! tile_kernel {
                     }
                     let scores = &mut scores[..count * LANES];
                     let row = tile.row(first);
+                    if VECTORS == 1 {
+                        // Few rows read what no cache holds: the values of this block, and the next block's keys.
+                        tile.fetch(tile.values, row, count);
+                        let (next, left) = (first + count, tile.slots.end - first - count);
+                        if left > 0 {
+                            tile.fetch(tile.keys, tile.row(next), left.min(BLOCK_KEYS));
+                        }
+                    }
                     let (keys, stride) = tile.numbers(tile.keys, row, count, packed);
                     let mut key = 0;
                     while key + KEYS <= count {

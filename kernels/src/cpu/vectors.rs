@@ -4,9 +4,21 @@
 const SERIES: [f32; 6] =
     [std::f32::consts::LN_2, 0.240_226_5, 0.055_504_11, 0.009_618_129, 0.001_333_355_8, 0.000_154_035_3];
 
+/// Asks for the memory of number `at`, which may lie behind the last one.
+#[inline(always)]
+pub(super) fn fetch<T>(numbers: &[T], at: usize) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: a hint, which gives nothing and cannot fault, whatever the address.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(numbers.as_ptr().wrapping_add(at).cast()) };
+    }
+}
+
 #[cfg(target_arch = "x86_64")]
 pub(super) mod avx512 {
     use super::SERIES;
+    use half::bf16;
     use std::arch::x86_64::*;
     pub(crate) type V = __m512;
     #[inline]
@@ -18,10 +30,23 @@ pub(super) mod avx512 {
     }
     #[inline]
     #[target_feature(enable = "avx512f")]
+    pub(crate) fn widen(from: &[bf16]) -> V {
+        let from = &from[..16];
+        // SAFETY: the slice has 16 numbers of two bytes; the load needs no alignment.
+        let halves = unsafe { _mm256_loadu_si256(from.as_ptr().cast()) };
+        _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(halves)))
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
     pub(crate) fn store(to: &mut [f32], value: V) {
         let to = &mut to[..16];
         // SAFETY: the slice has 16 numbers; the store needs no alignment.
         unsafe { _mm512_storeu_ps(to.as_mut_ptr(), value) }
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(crate) fn sum(value: V) -> f32 {
+        _mm512_reduce_add_ps(value)
     }
     #[inline]
     #[target_feature(enable = "avx512f")]
@@ -77,6 +102,7 @@ pub(super) mod avx512 {
 #[cfg(target_arch = "x86_64")]
 pub(super) mod avx2 {
     use super::SERIES;
+    use half::bf16;
     use std::arch::x86_64::*;
     pub(crate) type V = __m256;
     #[inline]
@@ -88,10 +114,25 @@ pub(super) mod avx2 {
     }
     #[inline]
     #[target_feature(enable = "avx2,fma")]
+    pub(crate) fn widen(from: &[bf16]) -> V {
+        let from = &from[..8];
+        // SAFETY: the slice has 8 numbers of two bytes; the load needs no alignment.
+        let halves = unsafe { _mm_loadu_si128(from.as_ptr().cast()) };
+        _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(halves)))
+    }
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
     pub(crate) fn store(to: &mut [f32], value: V) {
         let to = &mut to[..8];
         // SAFETY: the slice has 8 numbers; the store needs no alignment.
         unsafe { _mm256_storeu_ps(to.as_mut_ptr(), value) }
+    }
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    pub(crate) fn sum(value: V) -> f32 {
+        let mut lanes = [0f32; 8];
+        store(&mut lanes, value);
+        lanes.iter().sum()
     }
     #[inline]
     #[target_feature(enable = "avx2,fma")]
@@ -148,48 +189,57 @@ pub(super) mod avx2 {
 }
 
 pub(super) mod portable {
+    use half::bf16;
     pub(crate) type V = [f32; 4];
-    #[inline]
+    #[inline(always)]
     pub(crate) fn load(from: &[f32]) -> V {
         [from[0], from[1], from[2], from[3]]
     }
-    #[inline]
+    #[inline(always)]
+    pub(crate) fn widen(from: &[bf16]) -> V {
+        [from[0], from[1], from[2], from[3]].map(bf16::to_f32)
+    }
+    #[inline(always)]
     pub(crate) fn store(to: &mut [f32], value: V) {
         to[..4].copy_from_slice(&value)
     }
-    #[inline]
+    #[inline(always)]
+    pub(crate) fn sum(value: V) -> f32 {
+        value.iter().sum()
+    }
+    #[inline(always)]
     pub(crate) fn zero() -> V {
         [0.0; 4]
     }
-    #[inline]
+    #[inline(always)]
     pub(crate) fn splat(value: f32) -> V {
         [value; 4]
     }
-    #[inline]
+    #[inline(always)]
     pub(crate) fn map(a: V, b: V, with: impl Fn(f32, f32) -> f32) -> V {
         std::array::from_fn(|lane| with(a[lane], b[lane]))
     }
-    #[inline]
+    #[inline(always)]
     pub(crate) fn fma(a: V, b: V, c: V) -> V {
         std::array::from_fn(|lane| a[lane] * b[lane] + c[lane])
     }
-    #[inline]
+    #[inline(always)]
     pub(crate) fn add(a: V, b: V) -> V {
         map(a, b, |a, b| a + b)
     }
-    #[inline]
+    #[inline(always)]
     pub(crate) fn sub(a: V, b: V) -> V {
         map(a, b, |a, b| a - b)
     }
-    #[inline]
+    #[inline(always)]
     pub(crate) fn mul(a: V, b: V) -> V {
         map(a, b, |a, b| a * b)
     }
-    #[inline]
+    #[inline(always)]
     pub(crate) fn max(a: V, b: V) -> V {
         map(a, b, f32::max)
     }
-    #[inline]
+    #[inline(always)]
     pub(crate) fn exp2(x: V) -> V {
         x.map(f32::exp2)
     }

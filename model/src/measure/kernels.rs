@@ -7,11 +7,12 @@ use kvsplice_kernels::Isa;
 use kvsplice_kernels::activation::silu_mul;
 use kvsplice_kernels::attention::{Sequence, View, attend, attend_with, ragged_causal, tiled};
 use kvsplice_kernels::place::{Encoding, Stored, place};
+use kvsplice_kernels::product::{FEW_ROWS, few_rows};
 use kvsplice_kernels::quantize::{self, Format, Shape};
 use kvsplice_kernels::rope::RopeTable;
 use tch::{Device, Kind, Tensor};
 
-use super::PRODUCTS;
+use super::{PRODUCTS, READ_WIDTH};
 use crate::Error;
 
 /// Keys of the attention and of the decode figures.
@@ -116,6 +117,9 @@ fn contestants() -> Result<Vec<Contestant>, Error> {
         if let Encoding::Quantized(format) = encoding {
             coding(&mut add, name, format);
         }
+    }
+    for (name, kind) in [("f32", Kind::Float), ("bf16", Kind::BFloat16)] {
+        rows(&mut add, name, kind)?;
     }
     elementwise(&mut add)?;
     Ok(all)
@@ -224,8 +228,8 @@ fn memory(add: &mut impl FnMut(&str, Work, Run)) -> Result<(), Error> {
     let numbers: i64 = 128 << 20;
     let data = ones(&[numbers])?;
     let bytes = 4.0 * numbers as f64;
-    let read = data.shallow_clone();
-    add("read", Work::Bytes(bytes), Box::new(move || timed(|| Ok(read.f_sum(Kind::Float)?))));
+    let (matrix, vector) = (data.f_view([-1, READ_WIDTH])?, ones(&[READ_WIDTH])?);
+    add("read", Work::Bytes(bytes), Box::new(move || timed(|| Ok(matrix.f_mv(&vector)?))));
     let half = numbers / 2;
     let copy = move || {
         let (from, mut to) = (data.f_narrow(0, 0, half)?, data.f_narrow(0, half, half)?);
@@ -309,6 +313,42 @@ fn coding(add: &mut impl FnMut(&str, Work, Run), name: &str, format: Format) {
         })
     };
     add(&format!("decode_{name}_codes"), moved, Box::new(decode));
+}
+
+/// What decoding does with weights: one row, and eight, through some of the MLP's. Each run has weights of its own, for a
+/// large cache would still hold those of the run before.
+fn rows(add: &mut impl FnMut(&str, Work, Run), name: &str, kind: Kind) -> Result<(), Error> {
+    let (_, hidden, inner) = SLICE;
+    let matrices = LAYERS / 4;
+    let weights = || -> Result<Vec<Tensor>, Error> {
+        (0..matrices).map(|_| Ok(ones(&[2 * inner, hidden])?.f_to_kind(kind)?)).collect()
+    };
+    let bytes = matrices * (2 * inner * hidden) as usize * kind.elt_size_in_bytes();
+    for count in [1, FEW_ROWS] {
+        let row = random(&[count, hidden])?.f_to_kind(kind)?;
+        let (own, own_row) = (weights()?, row.shallow_clone());
+        let run = move || {
+            timed(|| {
+                for weight in &own {
+                    drop(few_rows(&own_row, weight)?);
+                }
+                Ok(())
+            })
+        };
+        add(&format!("rows_{count}_{name}"), Work::Bytes(bytes as f64), Box::new(run));
+        let own = weights()?;
+        let library = move || {
+            timed(|| {
+                for weight in &own {
+                    let none: Option<&Tensor> = None;
+                    drop(row.f_linear(weight, none)?);
+                }
+                Ok(())
+            })
+        };
+        add(&format!("rows_{count}_{name}_library"), Work::Bytes(bytes as f64), Box::new(library));
+    }
+    Ok(())
 }
 
 /// Both on a slice of rows, f32. RMSNorm is the library's.
