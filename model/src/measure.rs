@@ -46,7 +46,7 @@ pub fn matmul_gflops(dtype: Dtype) -> Result<f64, Error> {
 /// GB/s of reading memory that no cache holds, with all threads: by the library's matrix-vector product, which has several
 /// streams under way (a sum has one a thread, and reaches half as much).
 pub fn read_bandwidth_gbs() -> Result<f64, Error> {
-    let numbers: i64 = 256 << 20;
+    let numbers: i64 = 512 << 20;
     let data = Tensor::f_ones([numbers / READ_WIDTH, READ_WIDTH], (Kind::Float, Device::Cpu))?;
     let vector = Tensor::f_ones([READ_WIDTH], (Kind::Float, Device::Cpu))?;
     let seconds = median(Duration::from_secs(1), || data.f_mv(&vector).map(drop).map_err(Error::from))?;
