@@ -3,6 +3,9 @@
 //! Time to first token runs from the client's send to its first token, selection included. The peaks that figures are
 //! compared with are measured in the same run. Nothing is subtracted.
 
+mod line;
+mod report;
+
 use std::time::{Duration, Instant};
 
 use clap::Args;
@@ -13,19 +16,16 @@ use kvsplice_kv::{ChunkKey, Options, Receipt, Strategy, Variant};
 use kvsplice_model::{Compute, Description, Spec, gpu, measure};
 use kvsplice_proto::v1::worker_client::WorkerClient;
 use kvsplice_proto::{client, v1};
-use serde_json::{Map, json};
+use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
-use super::flops::{self, Work, causal_pairs};
 use super::prompt::{self, Random};
 use crate::config::Config;
 use crate::failure::{interrupted, refused, usage};
 use crate::flags::{ConfigFlags, ServerFlags};
 use crate::generate::{Answer, generate};
-use crate::receipt::Stages;
 use crate::roles::Role;
 use crate::session::Session;
-use crate::stats::median;
 use crate::{output, session, signals, telemetry};
 
 const STRATEGIES: [Strategy; 3] = [Strategy::Full, Strategy::Direct, Strategy::Clip];
@@ -49,6 +49,9 @@ pub(crate) struct TtftFlags {
     /// Share of the chunk tokens that clip recomputes
     #[arg(long, default_value_t = 0.2, value_parser = crate::prompt::ratio)]
     ratio: f32,
+    /// More shares to recompute, such as 0.05,0.1,0.4,0.8: clip is measured at each, and a straight line laid through
+    #[arg(long, value_name = "RATIO,...", value_delimiter = ',', value_parser = crate::prompt::ratio)]
+    ratios: Vec<f32>,
     /// Measured runs of each strategy
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(3..=1000))]
     rounds: u32,
@@ -68,9 +71,10 @@ struct Models {
     auxiliary: Description,
 }
 
-/// What one strategy's measured runs gave.
+/// What one way to answer gave in its measured runs.
 struct Runs {
-    strategy: Strategy,
+    name: String,
+    options: Options,
     answers: Vec<Answer>,
 }
 
@@ -161,16 +165,26 @@ impl Bench {
         Ok(Self { flags: flags.clone(), config, models, prompt, timeout: Duration::from_secs(3600) })
     }
 
-    fn options(&self, strategy: Strategy) -> Options {
+    /// What is measured: every strategy, and clip at each further ratio.
+    fn contestants(&self) -> Vec<Runs> {
         // Every run computes all that its strategy computes: nothing is kept from the run before.
-        let ratio = if strategy == Strategy::Clip { self.flags.ratio } else { Options::of(strategy).ratio };
-        Options { ratio, prefix_cache: false, ..Options::of(strategy) }
+        let runs = |name: String, strategy: Strategy, ratio: f32| Runs {
+            name,
+            options: Options { ratio, prefix_cache: false, ..Options::of(strategy) },
+            answers: Vec::new(),
+        };
+        let of_strategy = |&strategy: &Strategy| {
+            let ratio = if strategy == Strategy::Clip { self.flags.ratio } else { Options::of(strategy).ratio };
+            runs(strategy.to_string(), strategy, ratio)
+        };
+        let of_ratio = |&ratio: &f32| runs(format!("clip:{ratio}"), Strategy::Clip, ratio);
+        STRATEGIES.iter().map(of_strategy).chain(self.flags.ratios.iter().map(of_ratio)).collect()
     }
 
-    async fn answer(&self, session: &Session, strategy: Strategy, stop: &CancellationToken) -> anyhow::Result<Answer> {
+    async fn answer(&self, session: &Session, options: Options, stop: &CancellationToken) -> anyhow::Result<Answer> {
         let request = v1::GenerateRequest {
             prompt: Some(self.prompt.clone()),
-            options: Some(self.options(strategy).into()),
+            options: Some(options.into()),
             sampling: Some(v1::Sampling {
                 max_tokens: Some(OUTPUT_TOKENS),
                 ignore_eos: Some(true),
@@ -191,25 +205,26 @@ impl Bench {
         output::note("measuring the matrix-product peak");
         let peak = on_compute_thread(move || Ok(matmul_gflops(&spec)?)).await?;
         output::note("encoding the chunks (not timed)");
-        self.answer(session, Strategy::Clip, stop).await?;
+        self.answer(session, Options::of(Strategy::Clip), stop).await?;
         output::note("measuring encoding");
         let encode_seconds = self.encode(session).await?;
-        for strategy in STRATEGIES {
-            output::note(format_args!("warm-up: {strategy}"));
-            self.answer(session, strategy, stop).await?;
+        let mut runs = self.contestants();
+        for runs in &runs {
+            output::note(format_args!("warm-up: {}", runs.name));
+            self.answer(session, runs.options.clone(), stop).await?;
         }
-        let mut runs: Vec<Runs> = STRATEGIES.iter().map(|&strategy| Runs { strategy, answers: Vec::new() }).collect();
         let mut random = Random(self.flags.seed);
         let mut order = Vec::new();
         for round in 1..=self.flags.rounds {
-            let first = random.below(STRATEGIES.len());
-            for turn in 0..STRATEGIES.len() {
-                let Some(runs) = runs.get_mut((first + turn) % STRATEGIES.len()) else { continue };
-                let answer = self.answer(session, runs.strategy, stop).await?;
+            let count = runs.len();
+            let first = random.below(count);
+            for turn in 0..count {
+                let Some(runs) = runs.get_mut((first + turn) % count) else { continue };
+                let answer = self.answer(session, runs.options.clone(), stop).await?;
                 self.check(&answer.receipt)?;
                 let ttft_ms = answer.first_token.as_secs_f64() * 1e3;
-                output::note(format_args!("round {round}: {} {ttft_ms:.0} ms", runs.strategy));
-                order.push(runs.strategy.to_string());
+                output::note(format_args!("round {round}: {} {ttft_ms:.0} ms", runs.name));
+                order.push(runs.name.clone());
                 runs.answers.push(answer);
             }
         }
@@ -272,122 +287,6 @@ impl Bench {
         let parts = self.models.primary.template.split(&self.config.head.system_prompt, None, &self.prompt.question)?;
         Ok(self.models.primary.tokenizer.encode_special(&parts.prefix)?)
     }
-
-    fn report(
-        &self,
-        runs: &[Runs],
-        encode_seconds: f64,
-        peak_gflops: f64,
-        bandwidth_gbs: f64,
-    ) -> anyhow::Result<Map<String, serde_json::Value>> {
-        let shape = &self.models.primary.config;
-        let peak = peak_gflops * 1e9;
-        let prefix = self.prefix_ids()?.len() as f64;
-        let (mut ttft, mut spread, mut rows, mut share, mut stages) =
-            (Map::new(), Map::new(), Map::new(), Map::new(), Map::new());
-        let (mut gaps, mut full_ms, mut clip_ms) = (Vec::new(), 0.0, 0.0);
-        for run in runs {
-            let Some(receipt) = run.answers.last().map(|answer| &answer.receipt) else { continue };
-            let name = run.strategy.to_string();
-            let times: Vec<f64> = run.answers.iter().map(|answer| answer.first_token.as_secs_f64() * 1e3).collect();
-            let middle_ms = median(times.iter().copied());
-            let low = times.iter().copied().fold(f64::INFINITY, f64::min);
-            let high = times.iter().copied().fold(0.0, f64::max);
-            let stage =
-                |value: fn(Stages) -> f64| median(run.answers.iter().map(|answer| value(Stages::of(&answer.receipt))));
-            let recompute_ms = stage(|stages| stages.recompute_ms);
-            stages.insert(
-                name.clone(),
-                json!({
-                    "score": stage(|stages| stages.score_ms),
-                    "load": stage(|stages| stages.load_ms),
-                    "recompute": recompute_ms,
-                }),
-            );
-            let operations = flops::prefill(shape, work(receipt));
-            match run.strategy {
-                Strategy::Full => {
-                    full_ms = middle_ms;
-                    share.insert("full".into(), json!(operations / (middle_ms / 1e3) / peak));
-                }
-                Strategy::Clip => {
-                    clip_ms = middle_ms;
-                    share.insert("clip".into(), json!(operations / (middle_ms / 1e3) / peak));
-                    share.insert("clip_recompute".into(), json!(operations / (recompute_ms / 1e3) / peak));
-                }
-                _ => {}
-            }
-            gaps.extend(run.answers.iter().flat_map(Answer::gaps_ms));
-            ttft.insert(name.clone(), json!(middle_ms));
-            spread.insert(name.clone(), json!([low, high]));
-            rows.insert(name, json!(receipt.tokens.recomputed));
-        }
-        let encode_flops = encode_flops(shape, prefix, f64::from(self.flags.chunk_tokens));
-        share.insert("encode".into(), json!(encode_flops / encode_seconds / peak));
-        let dtype = self.config.worker.primary.dtype();
-        let weight_bytes = flops::weights(shape) * dtype.bytes() as f64;
-        let (itl_ms, bound_ms) = (median(gaps), weight_bytes / (bandwidth_gbs * 1e9) * 1e3);
-        let seconds = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |age| age.as_secs());
-        let report = json!({
-            "event": "done",
-            "ttft_ms": ttft,
-            "ttft_spread_ms": spread,
-            "full_over_clip": full_ms / clip_ms,
-            "rows": rows,
-            "stages_ms": stages,
-            "matmul_peak_gflops": peak_gflops,
-            "share_of_peak": share,
-            "itl_ms": itl_ms,
-            "read_bandwidth_gbs": bandwidth_gbs,
-            "weight_bytes": weight_bytes,
-            "itl_over_bound": itl_ms / bound_ms,
-            "encode_tokens_per_s": ENCODE_TOKENS as f64 / encode_seconds,
-            "rounds": self.flags.rounds,
-            "seed": self.flags.seed,
-            "dtype": dtype.to_string(),
-            "primary": self.models.primary.name,
-            "auxiliary": self.models.auxiliary.name,
-            "device": self.config.worker.primary.device,
-            "threads": measure::threads(),
-            "cpu": cpu_name(),
-            "unix_time": seconds,
-            "command": std::env::args().collect::<Vec<_>>().join(" "),
-        });
-        match report {
-            serde_json::Value::Object(report) => Ok(report),
-            _ => Ok(Map::new()),
-        }
-    }
-}
-
-/// What the primary model computed for a receipt. Rows of a chunk count as spread evenly over it.
-fn work(receipt: &Receipt) -> Work {
-    let tokens = receipt.tokens;
-    let total = f64::from(tokens.prefix) + f64::from(tokens.chunk) + f64::from(tokens.question);
-    let rows = f64::from(tokens.recomputed);
-    if receipt.requested.strategy == Strategy::Full {
-        return Work { rows, pairs: causal_pairs(total - rows, rows), outputs: 1.0, output_pairs: total };
-    }
-    let mut pairs = causal_pairs(total - f64::from(tokens.question), f64::from(tokens.question));
-    let mut start = f64::from(tokens.prefix);
-    for chunk in &receipt.chunks {
-        pairs += f64::from(chunk.rows) * (start + (f64::from(chunk.tokens) + 1.0) / 2.0);
-        start += f64::from(chunk.tokens);
-    }
-    Work { rows, pairs, outputs: 1.0, output_pairs: total }
-}
-
-/// Encoding computes the prefix once, then each chunk behind it; no logits.
-fn encode_flops(shape: &kvsplice_model::Config, prefix: f64, chunk_tokens: f64) -> f64 {
-    let mut work = Work { rows: prefix, pairs: causal_pairs(0.0, prefix), ..Work::default() };
-    let mut left = ENCODE_TOKENS as f64;
-    while left > 0.0 {
-        let rows = left.min(chunk_tokens);
-        work.rows += rows;
-        work.pairs += causal_pairs(prefix, rows);
-        left -= rows;
-    }
-    flops::prefill(shape, work)
 }
 
 /// The most memory that this process has held, in MB; 0 where the system does not tell.
@@ -402,18 +301,4 @@ pub(super) fn cpu_name() -> String {
     let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let names = text.lines().filter(|line| line.starts_with("model name")).filter_map(|line| line.split_once(':'));
     names.map(|(_, name)| name.trim().to_owned()).next().unwrap_or_default()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn encoding_in_chunks_costs_less_than_one_long_prompt() {
-        let shape = kvsplice_model::Config::tiny(100);
-        let short = encode_flops(&shape, 10.0, 256.0);
-        let long = encode_flops(&shape, 10.0, 4096.0);
-        assert!(short < long);
-        assert_eq!(long, encode_flops(&shape, 10.0, ENCODE_TOKENS as f64));
-    }
 }

@@ -14,6 +14,8 @@ use crate::parallel;
 
 /// Keys of a split at least: below, starting a thread's work costs more than it saves.
 const SPLIT_KEYS: usize = 512;
+/// Parts that are merged sooner than another thread wakes.
+const FEW_PARTS: usize = 32;
 /// Tasks a thread, so that all end at about the same time.
 const THREAD_TASKS: usize = 4;
 
@@ -138,12 +140,16 @@ pub(crate) fn attend<Q: Number, T: Number>(isa: Isa, call: &Call<'_, Q, T>, outp
         let Scratch { output, greatest, total, .. } = part(isa, call, &lanes[*index], slots.clone());
         found[task].get_or_init(|| Part { output, greatest, total });
     });
-    parallel::for_each(lanes.len(), |index| {
+    let merge = |index: usize| {
         let first = parts.partition_point(|(lanes, _)| *lanes < index);
         let end = parts.partition_point(|(lanes, _)| *lanes <= index);
         let mine: Vec<&Part> = found[first..end].iter().filter_map(|part| part.get()).collect();
         output.write(call, &lanes[index], &mine, &[]);
-    });
+    };
+    if parts.len() <= FEW_PARTS {
+        return (0..lanes.len()).for_each(merge);
+    }
+    parallel::for_each(lanes.len(), merge);
 }
 
 /// All tiles of a call, those with the most keys last.
