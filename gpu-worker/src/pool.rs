@@ -38,7 +38,7 @@ pub(crate) struct Wish {
     pub(crate) key: PoolKey,
     /// What computing the whole chunk takes, in one unit for all.
     pub(crate) cost: f64,
-    /// The cache service has it, as of this request: layers that are here may be taken.
+    /// The cache service has it, as of this request: layers may be taken and kept.
     pub(crate) confirmed: bool,
 }
 
@@ -109,10 +109,15 @@ impl Pool {
         Some(self.state.as_ref()?.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Holds the chunks of a request, from before it loads them until it is over.
+    /// Holds the chunks of a request, from before it loads them until it is over. Those that the cache service has not
+    /// confirmed are forgotten instead.
     pub(crate) fn hold(&self, mut wishes: Vec<Wish>) -> Hold {
         match self.state() {
             Some(mut state) => {
+                for wish in wishes.iter().filter(|wish| !wish.confirmed) {
+                    state.forget(&wish.key, self.layers);
+                }
+                wishes.retain(|wish| wish.confirmed);
                 for wish in &wishes {
                     let fresh = Kept { layers: 0, holders: 0, asked: Instant::now() };
                     let kept = state.chunks.entry(wish.key).or_insert(fresh);
@@ -201,9 +206,6 @@ impl Hold {
     /// The layers that are here of the chunk at `place`, by layer. Counts a request of each.
     pub(crate) fn take(&self, place: usize) -> Vec<(u32, Bytes)> {
         let (Some(wish), Some(mut guard)) = (self.wish(place), self.pool.state()) else { return Vec::new() };
-        if !wish.confirmed {
-            return Vec::new();
-        }
         let state = &mut *guard;
         let mut found = Vec::new();
         for layer in 0..self.pool.layers {

@@ -123,11 +123,15 @@ fn a_chunk_that_two_requests_hold_stays_until_both_are_over() {
 }
 
 #[test]
-fn without_the_services_word_nothing_is_taken() {
+fn without_the_services_word_nothing_is_taken_or_kept() {
     let pool = Pool::new(1 << 20, LAYERS);
     load(&pool, 1, 1.0);
-    assert!(pool.hold(vec![Wish { confirmed: false, ..wish(0, 1, 1.0) }]).take(0).is_empty());
-    assert_eq!(here(&pool, 1), 3);
+    load(&pool, 2, 1.0);
+    let hold = pool.hold(vec![Wish { confirmed: false, ..wish(0, 1, 1.0) }, wish(1, 2, 1.0)]);
+    assert_eq!((layers(&hold, 0), layers(&hold, 1)), (vec![], vec![0, 1, 2]));
+    hold.keeper().note(&layer(0, 0, Form::Whole));
+    drop(hold);
+    assert_eq!((here(&pool, 1), here(&pool, 2)), (0, 3));
 }
 
 #[test]
