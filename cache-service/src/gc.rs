@@ -2,7 +2,7 @@
 //!
 //! Named are the chunks behind each prefix of their corpus, the same chunks behind no prefix, and the prefixes themselves; all
 //! variants of a named chunk stay. If one record cannot be read, nothing is removed. What is pinned, leased or young stays:
-//! KV is stored before the record that names it. A chunk that comes to be named while this runs may be lost; it is then
+//! KV is stored before the record that names it. Then staging files go that killed puts have left (`staging`). A chunk that comes to be named while this runs may be lost; it is then
 //! computed anew when it is asked for.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -23,7 +23,7 @@ use crate::protect::Protection;
 use crate::service::PARALLEL;
 use crate::store::{KV, object_key};
 use crate::tier::Removal;
-use crate::{Error, kept, records};
+use crate::{Error, kept, records, staging};
 
 /// Objects that one call removes at most.
 const MAX_REMOVED: usize = 100_000;
@@ -83,6 +83,10 @@ pub(crate) async fn collect(
         removed?;
         info!(objects = metas.len(), named = response.named, young = response.young, "removed orphans");
     }
+    let staging = staging::collect(&fetcher.store, min_age, request.dry_run).await?;
+    response.staging = staging.files;
+    response.staging_bytes = staging.bytes;
+    response.staging_young = staging.young;
     response.bytes = metas.iter().map(|meta| meta.size).sum();
     response.removed = metas.into_iter().map(|meta| meta.location.to_string()).collect();
     Ok(response)

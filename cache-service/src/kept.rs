@@ -12,8 +12,8 @@ use crate::Error;
 use crate::service::PARALLEL;
 use crate::store::Store;
 
-const PINS: &str = "pins";
-const COSTS: &str = "costs";
+pub(crate) const PINS: &str = "pins";
+pub(crate) const COSTS: &str = "costs";
 const COST_BYTES: usize = 64;
 
 /// The object that says that a chunk is pinned.

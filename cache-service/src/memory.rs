@@ -7,11 +7,11 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use kvsplice_kv::eviction::{Book, Eviction};
 use quick_cache::Weighter;
 use quick_cache::sync::Cache;
 use tokio::sync::watch;
 
-use crate::eviction::{Book, Eviction};
 use crate::protect::Protection;
 use crate::tier::{Layer, LayerKey, Object, ObjectKey, Removal};
 

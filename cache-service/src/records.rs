@@ -14,7 +14,7 @@ use crate::store::Store;
 const MAX_RECORD_BYTES: usize = 16 << 20;
 const MAX_KEY_BYTES: usize = 800;
 const MAX_SEGMENT_BYTES: usize = 200;
-const ROOT: &str = "records";
+pub(crate) const ROOT: &str = "records";
 /// Keys in one page of a listing.
 pub(crate) const PAGE_KEYS: usize = 1000;
 

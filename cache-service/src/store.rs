@@ -25,7 +25,7 @@ use url::Url;
 use crate::error::{Fault, root};
 use crate::lookups::{Lookups, Outcome};
 use crate::tier::ObjectKey;
-use crate::{Config, Error};
+use crate::{Config, Error, kept, records};
 
 /// Reads under way at once, over all requests.
 const MAX_READS: usize = 128;
@@ -159,9 +159,15 @@ impl Store {
         Some(self.folder.as_ref()?.join(object_path(key).as_ref()))
     }
 
+    /// The folders of this host that the service writes objects into; none when the store is no folder.
+    pub(crate) fn own_folders(&self) -> Vec<PathBuf> {
+        let Some(folder) = &self.folder else { return Vec::new() };
+        [KV, records::ROOT, kept::PINS, kept::COSTS, PROBE].iter().map(|name| folder.join(name)).collect()
+    }
+
     /// Writes, reads and removes a small object.
     async fn probe(&self) -> Result<(), Error> {
-        let path = Path::from(format!("probe/{}", std::process::id()));
+        let path = Path::from(format!("{PROBE}/{}", std::process::id()));
         self.replace("write a probe", &path, Bytes::from_static(b"kvsplice").into()).await?;
         self.within("read a probe", self.inner.head(&path)).await?;
         self.delete(&path).await.map(|_| ())
@@ -346,6 +352,9 @@ impl Upload<'_> {
 
 /// Bytes that an upload holds beside those it is given.
 pub(crate) const UPLOAD_BYTES: usize = (Upload::PARTS + 1) * PART_BYTES;
+
+/// The folder of what is written at the start to see whether it can be.
+const PROBE: &str = "probe";
 
 /// The folder of all chunk KV.
 pub(crate) const KV: &str = "kv";

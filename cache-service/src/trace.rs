@@ -4,13 +4,13 @@
 
 use std::sync::Arc;
 
+use kvsplice_kv::eviction::{Book, Eviction};
 use kvsplice_kv::{ChunkId, Encoding, Variant};
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use crate::admission::{Admission, Gate};
-use crate::eviction::{Book, Eviction};
 use crate::protect::Protection;
 use crate::tier::ObjectKey;
 

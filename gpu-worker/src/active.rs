@@ -1,16 +1,17 @@
 //! One request in hand: what has been loaded, which rows are known, how far computation is.
 
+mod wanted;
 mod weigh;
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvsplice_kv::options::Strategy;
 use kvsplice_kv::receipt::Source;
-use kvsplice_kv::{ChunkId, KvLayout, RowRanges, Variant};
+use kvsplice_kv::{KvLayout, RowRanges};
 use kvsplice_model::encode::ChunkKv;
 use kvsplice_model::stored::StoredLayer;
+use kvsplice_proto::load::{Loaded, Skips};
 use kvsplice_proto::v1;
 use tokio::sync::mpsc;
 use tokio::task::{AbortHandle, JoinHandle};
@@ -18,8 +19,8 @@ use tonic::Status;
 
 use crate::beginning::Beginning;
 use crate::decode::{Scores, Sequence};
-use crate::load::{Loaded, Skips, WantedChunk};
 use crate::pass::{Batch, Pass};
+use crate::pool::Hold;
 use crate::prefill::Prefill;
 use crate::prompt::Prompt;
 use crate::receipt::{self, Computed, PartOutcome, Timeline};
@@ -49,6 +50,8 @@ struct PartKv {
     layers: Vec<Option<StoredLayer>>,
     /// Layers that have come, those that are placed already included.
     arrived: u32,
+    /// How many of them this worker's pool had.
+    pooled: u32,
     outcome: PartOutcome,
     /// Why loading ended early; the part is repaired from prefix and tokens.
     failed: Option<String>,
@@ -80,8 +83,8 @@ pub(crate) struct Active {
     pub(crate) kv_bytes: u64,
     pub(crate) admitted: bool,
     pub(crate) output: u32,
-    /// The part that is encoded anew.
-    pub(crate) repair: Option<(usize, Option<Pass>)>,
+    /// The part that is encoded anew, and the time that this has taken so far.
+    pub(crate) repair: Option<(usize, Option<Pass>, Duration)>,
     /// The time that computing its rows took.
     pub(crate) compute: Duration,
     pub(crate) computed: Computed,
@@ -91,6 +94,8 @@ pub(crate) struct Active {
     parts: Vec<PartKv>,
     /// By place in the load: the parts that use the chunk.
     users: Vec<Vec<usize>>,
+    /// Its chunks in this worker's pool: they stay there for as long as this request lasts.
+    hold: Option<Hold>,
     /// Rows that the head has named.
     rows: RowRanges,
     rows_complete: bool,
@@ -136,6 +141,7 @@ impl Active {
             PartKv {
                 layers: vec![None; layers as usize],
                 arrived: 0,
+                pooled: 0,
                 outcome: PartOutcome { source, reason, bytes: 0 },
                 failed: None,
                 cached: part.key.is_some() && !held,
@@ -155,6 +161,7 @@ impl Active {
             beginning: Arc::new(beginning),
             repair: None,
             users: Vec::new(),
+            hold: None,
             rows: RowRanges::default(),
             rows_complete: false,
             loaders: Vec::new(),
@@ -171,48 +178,28 @@ impl Active {
         }
     }
 
-    /// The distinct chunks to load, by variant. Remembers which parts use which.
-    pub(crate) fn wanted(&mut self) -> Vec<(Variant, Vec<WantedChunk>)> {
-        let mut places: HashMap<(ChunkId, Variant), usize> = HashMap::new();
-        let mut wanted: Vec<(Variant, Vec<WantedChunk>)> = Vec::new();
-        for (index, part) in self.request.parts.iter().enumerate() {
-            let Some(id) = part.id().filter(|_| self.parts[index].cached) else { continue };
-            let users = &mut self.users;
-            let place = *places.entry((id, part.variant)).or_insert_with(|| {
-                let place = users.len();
-                users.push(Vec::new());
-                let chunk = WantedChunk { place, id, tokens: part.ids.len() as u32 };
-                match wanted.iter_mut().find(|(variant, _)| *variant == part.variant) {
-                    Some((_, chunks)) => chunks.push(chunk),
-                    None => wanted.push((part.variant, vec![chunk])),
-                }
-                place
-            });
-            self.users[place].push(index);
-        }
-        wanted
-    }
-
-    pub(crate) fn loads(&mut self, loader: AbortHandle, skips: mpsc::Sender<Skips>) {
-        self.loaders.push(loader);
-        self.skips.push(skips);
-    }
-
     /// Takes in news of a chunk.
     pub(crate) fn loaded(&mut self, news: Loaded) {
         let started = !matches!(self.stage, Stage::Waiting);
         match news {
-            Loaded::Layer { chunk, layer, stored, source, bytes } => {
-                self.arrived = Some(Instant::now());
-                for (user, &part) in self.users[chunk].iter().enumerate() {
-                    let part = &mut self.parts[part];
+            Loaded::Layer { chunk, layer, data, source, bytes, .. } => {
+                let pooled = source == Source::Device;
+                if !pooled {
+                    self.arrived = Some(Instant::now());
+                }
+                for (user, &index) in self.users[chunk].iter().enumerate() {
+                    let (asked, part) = (&self.request.parts[index], &mut self.parts[index]);
                     part.arrived += 1;
+                    part.pooled += u32::from(pooled);
                     if !part.cached {
                         continue;
                     }
-                    part.layers[layer as usize] = Some(stored.clone());
+                    let layout = KvLayout { encoding: asked.variant.encoding, ..self.layout };
+                    let tokens = asked.ids.len() as u32;
+                    part.layers[layer as usize] = Some(StoredLayer { layout, tokens, bytes: data.clone() });
                     // A chunk may come from several tiers: the slowest one says where it came from.
-                    part.outcome.source = if layer == 0 { source } else { slower(part.outcome.source, source) };
+                    let first = part.arrived == 1;
+                    part.outcome.source = if first { source } else { slower(part.outcome.source, source) };
                     part.outcome.bytes += if user == 0 { bytes } else { 0 };
                 }
             }
@@ -363,10 +350,10 @@ impl Active {
     }
 
     /// Takes the next repair in hand: the part and how far its encoding is.
-    pub(crate) fn take_repair(&mut self) -> Option<(usize, Pass)> {
-        if let Some((part, pass)) = self.repair.as_mut() {
-            let part = *part;
-            return pass.take().map(|pass| (part, pass));
+    pub(crate) fn take_repair(&mut self) -> Option<(usize, Pass, Duration)> {
+        if let Some((part, pass, spent)) = self.repair.as_mut() {
+            let (part, spent) = (*part, *spent);
+            return pass.take().map(|pass| (part, pass, spent));
         }
         let failed = self.parts.iter().enumerate().find(|(index, part)| self.needs(*index) && part.failed.is_some());
         let part = failed.map(|(index, _)| index)?;
@@ -374,8 +361,8 @@ impl Active {
         let prefix = if prompt_part.behind_prefix { self.request.prefix_ids().to_vec() } else { Vec::new() };
         let batch =
             Batch { prefix_ids: prefix, chunks: vec![prompt_part.ids.clone()], encoding: prompt_part.variant.encoding };
-        self.repair = Some((part, None));
-        Some((part, Pass::Waiting(batch)))
+        self.repair = Some((part, None, Duration::ZERO));
+        Some((part, Pass::Waiting(batch), Duration::ZERO))
     }
 
     /// Fills in what a repair has computed, for every part that uses the chunk.

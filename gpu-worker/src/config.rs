@@ -25,6 +25,9 @@ pub struct Config {
     pub beginning_bytes: u64,
     /// Which beginnings go first: pgdsf or lru.
     pub beginning_policy: Policy,
+    /// Bytes of chunk layers that came over the wire and are kept for later prompts; 0 for none. Mapped ones are not kept: the
+    /// page cache keeps them.
+    pub pool_bytes: u64,
     /// Connections to the cache service that chunks are spread over.
     pub cache_connections: u32,
     /// Map chunks that the cache service has in files of this host, instead of having them sent.
@@ -48,6 +51,7 @@ impl Default for Config {
             kv_bytes: 4 << 30,
             beginning_bytes: 1 << 30,
             beginning_policy: Policy::default(),
+            pool_bytes: 1 << 30,
             cache_connections: 1,
             map_files: true,
             plan_loads: true,

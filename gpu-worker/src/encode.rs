@@ -52,9 +52,9 @@ impl Call {
     }
 }
 
-/// Microseconds a token that a batch took; the cache service goes by it when it evicts.
-pub(crate) fn us_per_token(spent: Duration, encoded: &[ChunkKv]) -> f64 {
-    let tokens: u64 = encoded.iter().map(|kv| u64::from(kv.tokens)).sum();
+/// Microseconds a token that computing these tokens took; the cache service goes by it when it evicts.
+pub(crate) fn us_per_token(spent: Duration, tokens: impl IntoIterator<Item = u32>) -> f64 {
+    let tokens: u64 = tokens.into_iter().map(u64::from).sum();
     spent.as_secs_f64() * 1e6 / tokens.max(1) as f64
 }
 

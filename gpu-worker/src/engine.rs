@@ -13,6 +13,7 @@ use kvsplice_model::decoder::SLICE_ROWS;
 use kvsplice_model::encode::layout;
 use kvsplice_model::{Compute, Model};
 use kvsplice_proto::cache::CacheClient;
+use kvsplice_proto::load::{Loaded, Loader, Wanted};
 use tokio::sync::{Semaphore, mpsc};
 use tonic::Status;
 use tracing::{Instrument, Span, debug, info, warn};
@@ -23,10 +24,10 @@ use crate::decode::step;
 use crate::encode::{Call, store, us_per_token};
 use crate::handle::{Command, Handle, Load};
 use crate::keep::keep;
-use crate::load::{Loaded, Loader, Wanted};
 use crate::pace::{Cost, Pace, measure};
-use crate::pass::{Encoded, Prefixes};
+use crate::pass::{Encoded, Pass, Prefixes};
 use crate::placing::Placing;
+use crate::pool::Pool;
 use crate::prefill::{Prefill, Step};
 use crate::request::Request;
 use crate::schedule::{Schedule, State, Unit};
@@ -51,6 +52,7 @@ pub(crate) struct Engine {
     active: Vec<Active>,
     encodes: VecDeque<Call>,
     beginnings: Beginnings,
+    pool: Pool,
     prefixes: Prefixes,
     schedule: Schedule,
     storing: Arc<Semaphore>,
@@ -75,6 +77,7 @@ impl Engine {
             active: Vec::new(),
             encodes: VecDeque::new(),
             beginnings: handle.beginnings.clone(),
+            pool: handle.pool.clone(),
             prefixes: Prefixes::default(),
             schedule: Schedule::new(Instant::now()),
             storing: Arc::new(Semaphore::new(STORING_BATCHES)),
@@ -197,7 +200,7 @@ impl Engine {
             )));
         }
         self.next_id += 1;
-        for (variant, chunks) in active.wanted() {
+        for (variant, chunks) in active.wanted(&self.pool, &Cost::of(config)) {
             let Some(commands) = self.commands.upgrade() else { break };
             let wanted = Wanted {
                 chunks,
@@ -205,7 +208,13 @@ impl Engine {
                 variant,
                 lease: active.request.lease.clone(),
             };
-            let sink = async move |news| commands.send(Command::Loaded { id, news }).await.is_ok();
+            let keeper = active.keeper();
+            let sink = async move |news| {
+                if let Some(keeper) = &keeper {
+                    keeper.note(&news);
+                }
+                commands.send(Command::Loaded { id, news }).await.is_ok()
+            };
             let (skips, said) = mpsc::channel(SKIPS);
             let loader = self.loader.clone();
             let loading = async move { loader.load(wanted, said, sink).await };
@@ -314,7 +323,9 @@ impl Engine {
         }
         if !captured.is_empty() {
             let request = Arc::clone(&active.request);
-            let storing = keep(self.cache.clone(), &self.model, request, self.dtype(), captured);
+            // All its rows were computed for the capture.
+            let us_per_token = us_per_token(active.compute, [request.tokens()]);
+            let storing = keep(self.cache.clone(), &self.model, request, self.dtype(), captured, us_per_token);
             let active = &mut self.active[index];
             active.keeping = Some(tokio::spawn(storing));
         }
@@ -417,41 +428,56 @@ impl Engine {
     }
 
     async fn repair(&mut self, index: usize) {
-        let Some((part, pass)) = self.active[index].take_repair() else { return };
-        let (model, prefixes) = (self.model.clone(), self.prefixes.clone());
-        let outcome = self.compute.run(move || model.with_decoder(|decoder| pass.advance(decoder, &prefixes)));
-        match outcome.await {
-            Ok(Ok(Encoded::More(pass))) => self.active[index].repair = Some((part, Some(pass))),
-            Ok(Ok(Encoded::Done(mut encoded))) => {
+        let Some((part, pass, spent)) = self.active[index].take_repair() else { return };
+        let (outcome, took) = self.advance(pass).await;
+        let spent = spent + took;
+        match outcome {
+            Ok(Encoded::More(pass)) => self.active[index].repair = Some((part, Some(pass), spent)),
+            Ok(Encoded::Done(mut encoded)) => {
+                let us_per_token = us_per_token(spent, encoded.iter().map(|kv| kv.tokens));
                 let active = &mut self.active[index];
                 let (Some(kv), Some(key)) = (encoded.pop(), active.request.parts[part].key.clone()) else { return };
                 active.repaired(part, &kv);
                 let variant = Variant::clean(kv.layout.encoding);
                 let (cache, dtype) = (self.cache.clone(), self.dtype());
                 tokio::spawn(async move {
-                    if let Err(status) = store(&cache, &key, variant, dtype, kv, 0.0).await {
+                    if let Err(status) = store(&cache, &key, variant, dtype, kv, us_per_token).await {
                         warn!(chunk = %key.id().short(), error = status.message(), "a repaired chunk is not stored");
                     }
                 });
             }
-            Ok(Err(error)) | Err(error) => self.fail(index, Error::Model(error).into()),
+            Err(error) => self.fail(index, Error::Model(error).into()),
+        }
+    }
+
+    /// Computes a layer of a batch, and says what that took.
+    fn advance(&self, pass: Pass) -> impl Future<Output = Advanced> + use<> {
+        let (model, prefixes, compute) = (self.model.clone(), self.prefixes.clone(), self.compute.clone());
+        let job = move || {
+            let started = Instant::now();
+            let encoded = model.with_decoder(|decoder| pass.advance(decoder, &prefixes));
+            (encoded, started.elapsed())
+        };
+        async move {
+            match compute.run(job).await {
+                Ok(advanced) => advanced,
+                Err(error) => (Err(error), Duration::ZERO),
+            }
         }
     }
 
     async fn encode(&mut self) {
         let Some(mut call) = self.encodes.pop_front() else { return };
         let Some((chunks, pass)) = call.running.take() else { return };
-        let (model, prefixes) = (self.model.clone(), self.prefixes.clone());
-        let started = Instant::now();
-        let outcome = self.compute.run(move || model.with_decoder(|decoder| pass.advance(decoder, &prefixes))).await;
-        call.spent += started.elapsed();
+        let (outcome, took) = self.advance(pass).await;
+        call.spent += took;
         match outcome {
-            Ok(Ok(Encoded::More(pass))) => {
+            Ok(Encoded::More(pass)) => {
                 call.running = Some((chunks, pass));
                 self.encodes.push_front(call);
             }
-            Ok(Ok(Encoded::Done(encoded))) => {
-                let us_per_token = us_per_token(call.spent, &encoded);
+            Ok(Encoded::Done(encoded)) => {
+                let us_per_token = us_per_token(call.spent, encoded.iter().map(|kv| kv.tokens));
                 let permit = Arc::clone(&self.storing).try_acquire_owned();
                 let (cache, variant, dtype) = (self.cache.clone(), call.variant, self.dtype());
                 let (events, commands) = (call.events.clone(), self.commands.clone());
@@ -473,7 +499,7 @@ impl Engine {
                     self.encodes.push_back(call);
                 }
             }
-            Ok(Err(error)) | Err(error) => drop(call.events.try_send(Err(Error::Model(error).into()))),
+            Err(error) => drop(call.events.try_send(Err(Error::Model(error).into()))),
         }
     }
 
@@ -481,6 +507,9 @@ impl Engine {
         self.model.with_decoder(|decoder| decoder.dtype())
     }
 }
+
+/// What a layer of a batch led to, and the time that it took.
+type Advanced = (Result<Encoded, kvsplice_model::Error>, Duration);
 
 /// What a prefill unit led to.
 enum Computed {

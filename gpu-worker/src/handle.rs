@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use kvsplice_kv::RowRanges;
 use kvsplice_model::{Compute, Model};
+use kvsplice_proto::load::{Loaded, Loader};
 use tokio::sync::{mpsc, oneshot};
 use tonic::Status;
 use tracing::{Span, info_span};
@@ -13,7 +14,7 @@ use crate::active::{Events, chunks};
 use crate::beginning::Beginnings;
 use crate::encode::Call;
 use crate::engine::{Engine, token_bytes};
-use crate::load::{Loaded, Loader};
+use crate::pool::Pool;
 use crate::request::Request;
 use crate::{Config, Error};
 
@@ -61,6 +62,7 @@ pub(crate) struct Handle {
     commands: mpsc::Sender<Command>,
     pub(crate) load: Arc<Load>,
     pub(crate) beginnings: Beginnings,
+    pub(crate) pool: Pool,
 }
 
 impl Handle {
@@ -69,7 +71,9 @@ impl Handle {
         let (commands, inbox) = mpsc::channel(WAITING_COMMANDS);
         let load = Arc::new(Load::default());
         let beginnings = Beginnings::new(config.beginning_policy, config.beginning_bytes, token_bytes(&model));
-        let handle = Self { commands, load, beginnings };
+        let pool = Pool::new(config.pool_bytes, model.config.layers);
+        pool.watch();
+        let handle = Self { commands, load, beginnings, pool };
         tokio::spawn(Engine::new(&handle, config, model, compute, loader).run(inbox));
         handle
     }

@@ -16,13 +16,14 @@ use crate::capture::Captured;
 use crate::encode::store;
 use crate::request::{Kind, Request};
 
-/// Stores all but the first chunk; gives the number stored. One that is not stored is logged, and the others go on.
+/// Stores all but the first chunk; gives the number stored. `us_per_token` is what computing the prompt took. One that is not stored is logged, and the others go on.
 pub(crate) fn keep(
     cache: CacheClient,
     model: &Model,
     request: Arc<Request>,
     dtype: Dtype,
     captured: Vec<Captured>,
+    us_per_token: f64,
 ) -> impl Future<Output = u32> + Send + 'static {
     let chunk_parts = (0..request.parts.len()).filter(|&index| request.parts[index].kind == Kind::Chunk);
     let keys: Vec<ChunkKey> = chunk_parts.map(|index| request.chunk_key(index, model)).collect();
@@ -48,7 +49,7 @@ pub(crate) fn keep(
                     .duration_since(UNIX_EPOCH)
                     .map_or(0, |age| u64::try_from(age.as_millis()).unwrap_or(u64::MAX)),
             };
-            match put(&cache, key, dtype, chunk, &record).await {
+            match put(&cache, key, dtype, chunk, &record, us_per_token).await {
                 Ok(()) => stored += 1,
                 Err(status) => warn!(chunk = %key.id().short(), error = status.message(), "a capture is not stored"),
             }
@@ -63,8 +64,9 @@ async fn put(
     dtype: Dtype,
     chunk: Captured,
     record: &Capture,
+    us_per_token: f64,
 ) -> Result<(), Status> {
-    store(cache, key, record.variant, dtype, chunk.kv, 0.0).await?;
+    store(cache, key, record.variant, dtype, chunk.kv, us_per_token).await?;
     let json = record.to_json().map_err(|error| Status::internal(error.to_string()))?;
     cache.put_record(&record.key(), json).await?;
     Ok(())

@@ -1,6 +1,6 @@
 //! The worker: pulls chunk KV from the cache service, splices it into one sequence, recomputes the chosen rows, decodes.
 //!
-//! One request's way: `service` checks it into a `request`, `load` fetches layers, `prefill` places and recomputes them
+//! One request's way: `service` checks it into a `request`, layers come from the `pool` or are fetched, `prefill` places and recomputes them
 //! layer by layer, `decode` generates, `text` turns tokens into text, `receipt` says what was done. `engine` owns all
 //! requests and decides what the compute thread does next. Rows come from the head, except where only the primary's own KV
 //! can tell: `guide` and `blend` pick, `focus` gives up.
@@ -19,16 +19,14 @@ mod focus;
 mod guide;
 mod handle;
 mod keep;
-pub mod load;
 mod pace;
 mod pass;
-
 mod placing;
 mod planner;
+mod pool;
 mod prefill;
 mod prompt;
 mod receipt;
-
 mod request;
 mod schedule;
 mod service;
@@ -41,6 +39,7 @@ use std::future::Future;
 
 use kvsplice_kernels::cuda;
 use kvsplice_model::{Compute, Model};
+use kvsplice_proto::load::Loader;
 use kvsplice_proto::server;
 use kvsplice_proto::v1::worker_server::WorkerServer;
 use tch::Device;
@@ -50,8 +49,6 @@ use tracing::info;
 pub use config::Config;
 pub use error::Error;
 pub use tree::Policy;
-
-use crate::load::Loader;
 
 /// Share of the free device memory for KV, in percent; the rest is for activations and what fragments.
 const KV_PERCENT: u64 = 85;

@@ -35,6 +35,8 @@ pub(crate) struct Part {
     pub(crate) exact: bool,
     /// The variant to load.
     pub(crate) variant: Variant,
+    /// The cache service had it when the head looked: a copy of this worker's own may be used.
+    pub(crate) confirmed: bool,
 }
 
 impl Part {
@@ -213,6 +215,7 @@ fn parts(messages: Vec<v1::Part>, model: &Model, owner: &str, variant: Variant) 
             behind_prefix: message.behind_prefix,
             fresh_reason: message.fresh_reason,
             exact: message.exact,
+            confirmed: message.confirmed,
             variant: match message.variant.as_str() {
                 "" => variant,
                 other => convert::variant("part variant", other)?,

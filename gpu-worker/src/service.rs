@@ -219,6 +219,7 @@ impl Worker for Service {
             kv_bytes: load.kv_bytes.load(Ordering::Relaxed),
             device: self.device.clone(),
             beginnings: Some(self.engine.beginnings.status()),
+            pool: Some(self.engine.pool.status()),
         }))
     }
 }

@@ -2,8 +2,8 @@
 
 use kvsplice_kv::RowRanges;
 use kvsplice_kv::options::{Mask, Strategy};
+use kvsplice_proto::load::Skips;
 
-use crate::load::Skips;
 use crate::request::Request;
 
 /// By place in the load, the rows that are computed in every layer, or held in the exact beginning. `rows`: all slots to

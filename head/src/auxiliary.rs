@@ -10,6 +10,7 @@ use kvsplice_kv::{ChunkId, ChunkKey, KvLayout, ModelDigest, Variant, object};
 use kvsplice_model::auxiliary::ChunkKv;
 use kvsplice_model::{Compute, Model};
 use kvsplice_proto::cache::CacheClient;
+use kvsplice_proto::load::Loader;
 use quick_cache::sync::Cache;
 use quick_cache::{OptionsBuilder, Weighter};
 use tracing::{debug, warn};
@@ -56,6 +57,12 @@ impl Weighter<ChunkId, Arc<ChunkKv>> for Bytes {
     }
 }
 
+/// KV that was computed here, in order, and what that took.
+struct Computed {
+    chunks: Vec<Arc<ChunkKv>>,
+    us_per_token: f64,
+}
+
 /// The auxiliary model with its KV.
 pub(crate) struct Auxiliary {
     pub(crate) engine: Engine,
@@ -64,11 +71,12 @@ pub(crate) struct Auxiliary {
     compute_dtype: String,
     owner: String,
     cache: CacheClient,
+    loader: Loader,
     memory: Cache<ChunkId, Arc<ChunkKv>, Bytes>,
 }
 
 impl Auxiliary {
-    pub(crate) fn new(model: Model, compute: Compute, cache: CacheClient, config: &Config) -> Result<Self, Error> {
+    pub(crate) fn new(model: Model, compute: Compute, loader: Loader, config: &Config) -> Result<Self, Error> {
         let memory_bytes = config.auxiliary_kv_bytes;
         // One shard: the whole budget may hold one large chunk.
         let options = OptionsBuilder::new()
@@ -84,7 +92,8 @@ impl Auxiliary {
             owner: config.owner.clone(),
             digest: model.digest,
             engine: Engine { compute, decoder: model.decoder },
-            cache,
+            cache: loader.client(),
+            loader,
             memory,
         })
     }
@@ -111,7 +120,7 @@ impl Auxiliary {
         }
         let missing = self.missing(wanted, &found);
         if fetch_stored && !missing.is_empty() {
-            match fetch(&self.cache, &missing, self.layout, self.variant()).await {
+            match fetch(&self.loader, &missing, self.layout, self.variant()).await {
                 Ok(fetched) => {
                     for (chunk, kv) in missing.iter().zip(fetched) {
                         let Some(kv) = kv else { continue };
@@ -128,7 +137,7 @@ impl Auxiliary {
         if !missing.is_empty() {
             debug!(chunks = missing.len(), "auxiliary KV is not stored: computing it");
             origin = Origin::Computed;
-            let computed = self.compute(prefix, &missing).await?;
+            let Computed { chunks: computed, us_per_token } = self.compute(prefix, &missing).await?;
             found.extend(missing.iter().map(|chunk| chunk.id).zip(computed.iter().cloned()));
             if store {
                 let this = Arc::clone(self);
@@ -136,7 +145,7 @@ impl Auxiliary {
                 // The answer does not wait for the store.
                 kvsplice_proto::context::spawn(async move {
                     for (chunk, kv) in missing.iter().zip(computed) {
-                        if let Err(error) = this.put(&prefix, chunk, &kv).await {
+                        if let Err(error) = this.put(&prefix, chunk, &kv, us_per_token).await {
                             warn!(%error, "auxiliary KV is not kept");
                         }
                     }
@@ -165,8 +174,9 @@ impl Auxiliary {
         if missing.is_empty() {
             return Ok(0);
         }
-        for (chunk, kv) in missing.iter().zip(self.compute(prefix, &missing).await?) {
-            self.put(prefix, chunk, &kv).await?;
+        let Computed { chunks, us_per_token } = self.compute(prefix, &missing).await?;
+        for (chunk, kv) in missing.iter().zip(chunks) {
+            self.put(prefix, chunk, &kv, us_per_token).await?;
         }
         Ok(missing.len())
     }
@@ -186,12 +196,14 @@ impl Auxiliary {
         if let Some(kv) = self.memory.get(&id) {
             return Ok(Some(kv));
         }
-        Ok(self.compute(&[], &[Wanted { id, ids: ids.to_vec() }]).await?.pop())
+        Ok(self.compute(&[], &[Wanted { id, ids: ids.to_vec() }]).await?.chunks.pop())
     }
 
-    async fn compute(&self, prefix: &[u32], chunks: &[Wanted]) -> Result<Vec<Arc<ChunkKv>>, Error> {
+    async fn compute(&self, prefix: &[u32], chunks: &[Wanted]) -> Result<Computed, Error> {
         let ids = chunks.iter().map(|chunk| chunk.ids.clone()).collect();
-        let computed = self.engine.encode(prefix, ids, self.layout.encoding).await?;
+        let (computed, spent) = self.engine.encode(prefix, ids, self.layout.encoding).await?;
+        let tokens: usize = chunks.iter().map(|chunk| chunk.ids.len()).sum();
+        let us_per_token = spent.as_secs_f64() * 1e6 / tokens.max(1) as f64;
         let computed: Vec<Arc<ChunkKv>> = computed.into_iter().map(Arc::new).collect();
         if computed.len() != chunks.len() {
             let detail = format!("{} of {} chunks", computed.len(), chunks.len());
@@ -200,15 +212,16 @@ impl Auxiliary {
         for (chunk, kv) in chunks.iter().zip(&computed) {
             self.memory.insert(chunk.id, Arc::clone(kv));
         }
-        Ok(computed)
+        Ok(Computed { chunks: computed, us_per_token })
     }
 
-    async fn put(&self, prefix: &[u32], chunk: &Wanted, kv: &Arc<ChunkKv>) -> Result<(), Error> {
+    async fn put(&self, prefix: &[u32], chunk: &Wanted, kv: &Arc<ChunkKv>, us_per_token: f64) -> Result<(), Error> {
         let key = ChunkKey::new(self.digest, prefix, &chunk.ids, &self.owner);
         let (kv, variant, dtype) = (Arc::clone(kv), self.variant(), self.compute_dtype.clone());
         let write = move || object::write(&key, &kv.layout, variant, kv.tokens, &dtype, kv.layers.iter());
         let bytes = blocking("write auxiliary KV", write).await??;
-        self.cache.put_chunk(chunk.id, variant, bytes.into()).await.map_err(Error::cache("store auxiliary KV"))?;
+        let stored = self.cache.put_computed_chunk(chunk.id, variant, bytes.into(), us_per_token).await;
+        stored.map_err(Error::cache("store auxiliary KV"))?;
         Ok(())
     }
 }

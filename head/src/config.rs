@@ -29,6 +29,8 @@ pub struct Config {
     pub auxiliary_encoding: Encoding,
     /// Bytes of auxiliary KV held in memory.
     pub auxiliary_kv_bytes: u64,
+    /// Map auxiliary KV that the cache service has in files of this host, instead of having it sent.
+    pub map_files: bool,
     /// `craft`: captured variants kept of one chunk; the least used goes first.
     pub craft_variants: usize,
     /// `craft`: chunks that have captured variants; the least used goes first.
@@ -59,6 +61,7 @@ impl Default for Config {
             encoding: Encoding::Bf16,
             auxiliary_encoding: Encoding::Bf16,
             auxiliary_kv_bytes: 2 << 30,
+            map_files: true,
             craft_variants: 4,
             craft_chunks: 10_000,
             craft_capture_after: 0,

@@ -1,159 +1,72 @@
-//! Collects GetChunks frames into whole chunks. A frame that does not fit its chunk, or does not match its checksum,
-//! makes that chunk a miss; nothing here panics on what the network sends.
+//! Reads whole chunks of auxiliary KV from the cache service, or from its files where they lie on this host.
+//!
+//! A chunk of which anything is missing or damaged is none; it is computed instead.
 
-use std::ops::Range;
+use std::time::Duration;
 
-use kvsplice_kv::{KvLayout, Part, RowRanges, Variant};
+use bytes::Bytes;
+use kvsplice_kv::{KvLayout, Variant};
 use kvsplice_model::auxiliary::ChunkKv;
-use kvsplice_proto::cache::{CacheClient, intact};
-use kvsplice_proto::{convert, v1};
+use kvsplice_proto::context;
+use kvsplice_proto::load::{self, Loaded, Loader, WantedChunk};
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
 use tonic::Status;
 use tracing::warn;
 
 use crate::auxiliary::Wanted;
+use crate::lease::Lease;
 
-/// Reads the KV of `wanted` (no repeats) from the cache service; none where it is missing or damaged.
+/// A load takes less time than this; the lease is given back when it is over.
+const LEASE: Duration = Duration::from_secs(120);
+/// Layers that may wait to be taken in.
+const NEWS: usize = 64;
+
+/// Reads the KV of `wanted` (no repeats); none where it is missing or damaged. Fails when the service cannot be asked.
 pub(crate) async fn fetch(
-    cache: &CacheClient,
+    loader: &Loader,
     wanted: &[Wanted],
     layout: KvLayout,
     variant: Variant,
 ) -> Result<Vec<Option<ChunkKv>>, Status> {
-    let want = v1::Want {
-        chunks: wanted.iter().map(|chunk| chunk.id.to_string()).collect(),
-        variant: variant.to_string(),
-        ..v1::Want::default()
-    };
-    let (_control, mut frames) = cache.get_chunks(want).await?;
-    let mut chunks: Vec<Assembly> =
-        wanted.iter().map(|chunk| Assembly::new(layout, u32::try_from(chunk.ids.len()).unwrap_or(0))).collect();
-    while let Some(frame) = frames.message().await? {
-        let (place, layer) = (frame.chunk, frame.layer);
-        let Some(chunk) = usize::try_from(place).ok().and_then(|place| chunks.get_mut(place)) else {
-            return Err(Status::internal(format!("the cache service sent chunk {place} of {}", wanted.len())));
-        };
-        if let Err(reason) = chunk.add(frame) {
-            if !reason.starts_with("missing") {
-                warn!(chunk = place, layer, reason, "stored auxiliary KV cannot be used");
+    let ids: Vec<_> = wanted.iter().map(|chunk| chunk.id).collect();
+    // Files are named under a lease only.
+    let contained = loader.client().contains(&ids, variant, LEASE).await?;
+    let lease = contained.lease.map(|id| Lease::new(id, loader.client()));
+    let tokens = |place: usize| wanted.get(place).map_or(0, |chunk| u32::try_from(chunk.ids.len()).unwrap_or(0));
+    let found = contained.found.iter().enumerate().filter(|(_, found)| **found);
+    let chunk = |(place, _)| WantedChunk { place, id: ids[place], tokens: tokens(place), layers: Vec::new() };
+    let chunks = found.map(chunk).collect();
+    let lease_id = lease.as_ref().map(|lease| lease.id().to_owned()).unwrap_or_default();
+    let mut layers: Vec<Vec<Option<Bytes>>> = vec![vec![None; layout.layers as usize]; wanted.len()];
+    let (_nothing_is_skipped, skips) = mpsc::channel(1);
+    let (news, mut arrived) = mpsc::channel(NEWS);
+    let (load, sink) = (loader.clone(), async move |loaded| news.send(loaded).await.is_ok());
+    let wanted_kv = load::Wanted { chunks, layout, variant, lease: lease_id };
+    // Ends with this call, however it ends.
+    let mut task = JoinSet::new();
+    task.spawn(context::in_request(async move { load.load(wanted_kv, skips, sink).await }));
+    let mut told = String::new();
+    while let Some(loaded) = arrived.recv().await {
+        match loaded {
+            Loaded::Layer { chunk, layer, data, .. } => {
+                if let Some(place) = layers.get_mut(chunk).and_then(|layers| layers.get_mut(layer as usize)) {
+                    *place = Some(data);
+                }
             }
-            chunk.failed = true;
+            // A service that is gone says so for each chunk.
+            Loaded::Failed { reason, .. } if reason == told => {}
+            Loaded::Failed { chunk, reason, .. } => {
+                warn!(chunk, reason, "stored auxiliary KV cannot be used: computing it instead");
+                told = reason;
+            }
         }
     }
-    Ok(chunks.into_iter().map(Assembly::finish).collect())
-}
-
-/// One chunk's layers while they arrive.
-struct Assembly {
-    layout: KvLayout,
-    tokens: u32,
-    /// As they are stored.
-    layers: Vec<Vec<u8>>,
-    /// Rows that came of each layer, by part.
-    rows: Vec<[Vec<Range<u32>>; 4]>,
-    failed: bool,
-}
-
-impl Assembly {
-    fn new(layout: KvLayout, tokens: u32) -> Self {
-        let layers = layout.layers as usize;
-        Self { layout, tokens, layers: vec![Vec::new(); layers], rows: vec![Default::default(); layers], failed: false }
-    }
-
-    fn add(&mut self, frame: v1::Frame) -> Result<(), String> {
-        if self.failed {
-            return Ok(());
-        }
-        if !frame.error.is_empty() {
-            return Err(frame.error);
-        }
-        let part = convert::part(&frame).map_err(|error| error.to_string())?;
-        let row_bytes = self.layout.row_bytes(part);
-        let place = self.layout.part_range(part, self.tokens);
-        let fits = |end: &u32| *end as usize * row_bytes <= place.len();
-        let end = frame.first_row.checked_add(frame.rows).filter(fits);
-        let Some(end) = end.filter(|_| frame.data.len() == frame.rows as usize * row_bytes) else {
-            return Err(format!("{} rows from {} in {} bytes", frame.rows, frame.first_row, frame.data.len()));
-        };
-        if !intact(&frame) {
-            return Err("checksum of a frame differs".into());
-        }
-        let layer_bytes = self.layout.layer_bytes(self.tokens);
-        let layer = self.layers.get_mut(frame.layer as usize).ok_or_else(|| format!("layer {}", frame.layer))?;
-        if layer.is_empty() {
-            layer.resize(layer_bytes, 0);
-        }
-        let first = place.start + frame.first_row as usize * row_bytes;
-        let bytes = layer.get_mut(first..first + frame.data.len()).ok_or("rows outside the chunk")?;
-        bytes.copy_from_slice(&frame.data);
-        let rows = self.rows.get_mut(frame.layer as usize).ok_or("layer")?;
-        rows[part.index()].push(frame.first_row..end);
-        Ok(())
-    }
-
-    fn finish(self) -> Option<ChunkKv> {
-        let whole = |part: &Part, rows: &Vec<Range<u32>>| {
-            RowRanges::from_ranges(rows.iter().cloned()).len() == part.rows(self.tokens) as usize
-        };
-        let came =
-            |rows: &[Vec<Range<u32>>; 4]| self.layout.parts().iter().all(|part| whole(part, &rows[part.index()]));
-        if self.failed || !self.rows.iter().all(came) {
-            return None;
-        }
-        let layers = self.layers.into_iter().map(bytes::Bytes::from).collect();
-        Some(ChunkKv { layout: self.layout, tokens: self.tokens, layers })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use kvsplice_kv::Encoding;
-    use kvsplice_proto::v1::frame::Part;
-
-    const LAYOUT: KvLayout = KvLayout { layers: 1, kv_heads: 1, head_dim: 2, encoding: Encoding::Bf16 };
-
-    fn frame(part: Part, first_row: u32, data: &[u8]) -> v1::Frame {
-        v1::Frame {
-            chunk: 0,
-            layer: 0,
-            part: part.into(),
-            first_row,
-            rows: data.len() as u32 / 4,
-            crc32c: crc32c::crc32c(data),
-            data: bytes::Bytes::copy_from_slice(data),
-            source: "object".into(),
-            ..v1::Frame::default()
-        }
-    }
-
-    #[test]
-    fn frames_in_any_order_make_the_layer_and_a_missing_row_makes_a_miss() {
-        let mut chunk = Assembly::new(LAYOUT, 2);
-        chunk.add(frame(Part::Values, 0, &[5, 5, 5, 5, 6, 6, 6, 6])).unwrap();
-        chunk.add(frame(Part::Keys, 1, &[2, 2, 2, 2])).unwrap();
-        chunk.add(frame(Part::Keys, 0, &[1, 1, 1, 1])).unwrap();
-        let kv = chunk.finish().unwrap();
-        assert_eq!(kv.layers[0], [1, 1, 1, 1, 2, 2, 2, 2, 5, 5, 5, 5, 6, 6, 6, 6].as_slice());
-
-        let mut chunk = Assembly::new(LAYOUT, 2);
-        chunk.add(frame(Part::Keys, 0, &[1; 8])).unwrap();
-        assert!(chunk.finish().is_none());
-    }
-
-    #[test]
-    fn a_frame_that_does_not_fit_is_refused() {
-        let good = frame(Part::Keys, 0, &[1, 1, 1, 1]);
-        let wrong = [
-            v1::Frame { crc32c: 0, ..good.clone() },
-            v1::Frame { first_row: u32::MAX, ..good.clone() },
-            v1::Frame { first_row: 2, ..good.clone() },
-            v1::Frame { layer: 7, ..good.clone() },
-            v1::Frame { part: 9, ..good.clone() },
-            v1::Frame { rows: 2, ..good.clone() },
-            v1::Frame { error: "damaged: layer 0".into(), ..good.clone() },
-        ];
-        for frame in wrong {
-            assert!(Assembly::new(LAYOUT, 2).add(frame.clone()).is_err(), "{frame:?}");
-        }
-    }
+    // What is mapped stays without it.
+    drop(lease);
+    let whole = |(place, layers): (usize, Vec<Option<Bytes>>)| {
+        let layers = layers.into_iter().collect::<Option<Vec<Bytes>>>()?;
+        Some(ChunkKv { layout, tokens: tokens(place), layers })
+    };
+    Ok(layers.into_iter().enumerate().map(whole).collect())
 }

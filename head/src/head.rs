@@ -7,6 +7,7 @@ use kvsplice_kv::{Encoding, KvLayout};
 use kvsplice_model::{Compute, Description, Model};
 use kvsplice_proto::cache::CacheClient;
 use kvsplice_proto::client::channel;
+use kvsplice_proto::load::Loader;
 use tracing::{info, warn};
 
 use crate::auxiliary::Auxiliary;
@@ -43,6 +44,7 @@ impl Head {
         let auxiliary_text = TextModel { role: "auxiliary", description: model.description.clone() };
         // Whole chunks travel: they may take longer than a short call.
         let transfers = cache.with_deadline(Duration::from_secs(config.deadline_s));
+        let transfers = Loader::over(transfers, config.map_files);
         let corpora = Corpora::new(cache.clone(), config.owner.clone(), primary.digest, auxiliary_text.digest);
         let worker = Worker::new(&config.worker, primary.digest, call_deadline)?;
         info!(

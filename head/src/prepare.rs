@@ -34,6 +34,9 @@ pub(crate) struct Prepared {
     pub(crate) effective_reason: String,
     /// The prefix is computed, not loaded.
     pub(crate) prefix_fresh: bool,
+    /// Whether the cache service has each chunk, and the prefix, as encoded; all false when it was not asked.
+    pub(crate) confirmed: Vec<bool>,
+    pub(crate) prefix_confirmed: bool,
     /// On what the cache service has; none when nothing of it is used.
     pub(crate) lease: Option<Arc<Lease>>,
     /// One a chunk under `craft`, empty else.
@@ -123,6 +126,8 @@ pub(crate) async fn prepare(
         effective,
         effective_reason: String::new(),
         prefix_fresh,
+        confirmed: residency.chunks,
+        prefix_confirmed: residency.prefix,
         lease: residency.lease,
         decisions,
         capture: false,
@@ -137,6 +142,8 @@ fn all_fresh(plan: PromptPlan, reason: &str, cache_up: bool) -> Prepared {
         effective: if exact { plan.options.strategy } else { Strategy::Full },
         effective_reason: if exact { String::new() } else { format!("every chunk is fresh: {reason}") },
         prefix_fresh: true,
+        confirmed: vec![false; plan.chunks.len()],
+        prefix_confirmed: false,
         lease: None,
         decisions: Vec::new(),
         capture: false,
@@ -258,11 +265,15 @@ impl Prepared {
             fresh_reason: String::new(),
             exact: true,
             variant: String::new(),
+            confirmed: self.prefix_confirmed,
         };
         let mut parts = if plan.primary.prefix.is_empty() { Vec::new() } else { vec![prefix] };
         for (index, (chunk, fresh)) in plan.chunks.iter().zip(&self.fresh).enumerate() {
             let first_slot = plan.first_slot(index);
             let as_encoded = if plan.behind_prefix(index) { prefix_tokens } else { 0 };
+            let variant = self.decisions.get(index).map(Decision::variant);
+            // Captures were looked up some time ago.
+            let clean = variant.is_none_or(|variant| variant == Variant::clean(plan.encoding));
             let stays = fresh.is_none() && (!plan.options.renumber || self.effective == Strategy::Ape);
             parts.push(v1::Part {
                 kind: Kind::Chunk.into(),
@@ -273,7 +284,8 @@ impl Prepared {
                 first_position: if stays { as_encoded } else { first_slot },
                 fresh_reason: fresh.clone().unwrap_or_default(),
                 exact: self.exact(index),
-                variant: self.decisions.get(index).map(|decision| decision.variant().to_string()).unwrap_or_default(),
+                variant: variant.map(|variant| variant.to_string()).unwrap_or_default(),
+                confirmed: clean && self.confirmed.get(index).is_some_and(|&found| found),
             });
         }
         let question_slot = plan.first_slot(plan.chunks.len());
@@ -292,6 +304,7 @@ impl Prepared {
             fresh_reason: String::new(),
             exact: false,
             variant: String::new(),
+            confirmed: false,
         });
         parts
     }

@@ -2,6 +2,7 @@
 //! away frees the compute thread within one layer.
 
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
 
 use kvsplice_kv::Encoding;
 use kvsplice_model::attention::last_attention;
@@ -48,14 +49,17 @@ impl Engine {
         Ok(last_attention(&self.compute, &self.decoder, ids, layers).await?)
     }
 
-    /// KV of `chunks`, each behind `prefix` alone, in order.
+    /// KV of `chunks`, each behind `prefix` alone, in order, and the time that computing took; waiting for others' jobs does
+    /// not count.
     pub(crate) async fn encode(
         &self,
         prefix: &[u32],
         chunks: Vec<Vec<u32>>,
         encoding: Encoding,
-    ) -> Result<Vec<ChunkKv>, Error> {
+    ) -> Result<(Vec<ChunkKv>, Duration), Error> {
         let ids = prefix.to_vec();
+        // The chunks' own time: a prefix is computed once for many.
+        let mut spent = Duration::ZERO;
         let mut prefix = self.job(move |decoder| Ok(Prefix::new(decoder, &ids)?)).await?;
         let mut encoded = Vec::with_capacity(chunks.len());
         let mut rest = chunks;
@@ -70,20 +74,22 @@ impl Engine {
                 .await?;
             prefix = unchanged;
             loop {
-                let (advanced, last) = self
+                let (advanced, last, took) = self
                     .job(move |decoder| {
+                        let started = Instant::now();
                         let last = encoder.advance(decoder)?;
-                        Ok((encoder, last))
+                        Ok((encoder, last, started.elapsed()))
                     })
                     .await?;
                 encoder = advanced;
+                spent += took;
                 if last {
                     break;
                 }
             }
             encoded.extend(encoder.finish());
         }
-        Ok(encoded)
+        Ok((encoded, spent))
     }
 
     async fn job<R: Send + 'static>(

@@ -1,9 +1,11 @@
-//! What every role agrees on, without a tensor: identities, layouts, the chunk object, rows, options and the receipt.
+//! What every role agrees on, without a tensor: identities, layouts, the chunk object, rows, options, the receipt, and
+//! what goes first when memory is full.
 //!
 //! This crate does no I/O and holds no model. Invariant: two values that compare equal here mean the same bytes everywhere.
 #![forbid(unsafe_code)]
 
 pub mod craft;
+pub mod eviction;
 pub mod id;
 pub mod layout;
 pub mod object;

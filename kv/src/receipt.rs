@@ -10,7 +10,7 @@ use crate::{ChunkId, ModelDigest, Options, Strategy};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Source {
-    /// The worker's own memory.
+    /// The worker's own memory: an exact beginning that an earlier prompt left, or its pool of loaded chunks.
     Device,
     /// The cache service's memory tier.
     Memory,
@@ -51,8 +51,8 @@ pub struct ChunkReceipt {
     pub source: Source,
     /// Why it was repaired or fresh; empty else.
     pub reason: String,
-    /// Bytes of KV received for it over the wire: none of what was mapped from a file of the same host, whose source is the
-    /// tier that holds the file.
+    /// Bytes of KV received for it over the wire: none of what the worker had, nor of what was mapped from a file of the same
+    /// host, whose source is the tier that holds the file.
     pub bytes: u64,
 }
 

@@ -8,6 +8,7 @@ pub mod client;
 pub mod context;
 pub mod convert;
 mod layers;
+pub mod load;
 pub mod mmap;
 pub mod server;
 

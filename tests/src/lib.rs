@@ -82,6 +82,10 @@ pub fn python<S: AsRef<std::ffi::OsStr>>(code: &str, arguments: &[S]) -> Result<
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
+/// The worker asks the cache service for every chunk, so that a test sees its tiers. Settings that a test brings come later
+/// and may say otherwise.
+const NO_POOL: [&str; 2] = ["--set", "worker.pool_bytes=0"];
+
 /// Cache service, worker and head as three processes on loopback, with a folder as the object store.
 #[derive(Debug)]
 pub struct Cluster {
@@ -117,7 +121,7 @@ impl Cluster {
         let cache = Process::start("cache", &[&["--object-store", &store], settings].concat(), folder.path())?;
         let to_cache = format!("cache={}", cache.address());
         let worker = format!("worker.{to_cache}");
-        let worker = Process::start("worker", &[&["--set", &worker], settings].concat(), folder.path())?;
+        let worker = Process::start("worker", &[&NO_POOL, &["--set", &worker], settings].concat(), folder.path())?;
         let head_cache = format!("head.{to_cache}");
         let head_worker = format!("head.worker={}", worker.address());
         let settings = [&["--set", &head_cache, "--set", &head_worker], settings].concat();
@@ -178,7 +182,7 @@ impl Pair {
     pub fn start_through(cache: &str, workers_cache: &str, settings: &[&str]) -> Result<Self> {
         let folder = tempfile::tempdir().context("make a folder")?;
         let to_cache = format!("worker.cache={workers_cache}");
-        let worker = Process::start("worker", &[&["--set", &to_cache], settings].concat(), folder.path())?;
+        let worker = Process::start("worker", &[&NO_POOL, &["--set", &to_cache], settings].concat(), folder.path())?;
         let (to_cache, to_worker) = (format!("head.cache={cache}"), format!("head.worker={}", worker.address()));
         let head =
             Process::start("head", &[&["--set", &to_cache, "--set", &to_worker], settings].concat(), folder.path())?;

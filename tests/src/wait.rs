@@ -35,11 +35,12 @@ pub fn watch(stop: &AtomicBool, mut look: impl FnMut()) {
     }
 }
 
-/// Waits until the worker at `worker` has nothing in hand, nor memory for it, and the cache service at `cache` no lease.
+/// Waits until the worker at `worker` has nothing in hand, nor memory or chunks for it, and the cache service at `cache` no lease.
 pub fn wait_idle(worker: &str, cache: &str, deadline: Duration) -> Result<()> {
     wait_until("an idle worker and no lease", deadline, || {
         let status = worker_status(worker)?;
-        let idle = status.running == 0 && status.queued == 0 && status.kv_bytes == 0;
+        let held = status.pool.map_or(0, |pool| pool.held);
+        let idle = status.running == 0 && status.queued == 0 && status.kv_bytes == 0 && held == 0;
         Ok((idle && cache_stats(cache)?.leases == 0).then_some(()))
     })
 }

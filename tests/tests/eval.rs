@@ -11,8 +11,8 @@ use kvsplice_tests::{Process, program, project, run, run_ok, wait_serving, wait_
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// Chunks are sent, so that bytes are counted, and loaded however slow that is.
-const TINY: [&str; 9] = [
+/// Chunks are sent each time, so that bytes are counted, and loaded however slow that is.
+const TINY: [&str; 11] = [
     "--shape",
     "tiny",
     "--random-weights",
@@ -20,6 +20,8 @@ const TINY: [&str; 9] = [
     "f32",
     "--set",
     "worker.map_files=false",
+    "--set",
+    "worker.pool_bytes=0",
     "--set",
     "worker.plan_loads=false",
 ];

@@ -8,6 +8,9 @@ const TINY: [&str; 3] = ["--shape", "tiny", "--random-weights"];
 const SENT: [&str; 5] = ["--shape", "tiny", "--random-weights", "--set", "worker.map_files=false"];
 const REFUSED: [&str; 5] = ["--shape", "tiny", "--random-weights", "--set", "cache.hand_out_paths=false"];
 
+/// The head keeps no auxiliary KV from one request to the next.
+const FORGETFUL: [&str; 5] = ["--shape", "tiny", "--random-weights", "--set", "head.auxiliary_kv_bytes=0"];
+
 fn last(output: &str) -> Value {
     serde_json::from_str(output.lines().last().unwrap()).unwrap()
 }
@@ -56,4 +59,12 @@ fn mapped_chunks_give_the_same_answer_and_cost_no_byte() {
             assert_eq!(sent, text, "{strategy}");
         }
     }
+}
+
+#[test]
+fn the_head_maps_auxiliary_kv_as_well() {
+    let (text, _, layers) = ask(&FORGETFUL, "clip");
+    let (sent, _, without) = ask(&[&FORGETFUL[..], &["--set", "head.map_files=false"]].concat(), "clip");
+    assert!(without > 0 && layers > without, "{layers} layers mapped, {without} by the worker alone");
+    assert_eq!(text, sent);
 }

@@ -17,6 +17,7 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use bytes::Bytes;
+use kvsplice_kv::eviction::Book;
 use tokio::sync::Semaphore;
 use tracing::warn;
 
@@ -24,7 +25,6 @@ use self::files::reason;
 pub(crate) use self::folder::check_file;
 use self::folder::{Fault, Folder, Found};
 use crate::Config;
-use crate::eviction::Book;
 use crate::lookups::{Lookups, Outcome};
 use crate::protect::Protection;
 use crate::tier::{Costs, Object, ObjectKey, Origin, Removal};

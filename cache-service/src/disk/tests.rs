@@ -2,10 +2,10 @@
 
 use std::time::Instant;
 
+use kvsplice_kv::eviction::Eviction;
 use kvsplice_kv::{ChunkId, ChunkKey, Encoding, KvLayout, ModelDigest, Variant, object};
 
 use super::*;
-use crate::eviction::Eviction;
 
 fn key(number: u32) -> ObjectKey {
     let mut bytes = [7; 32];

@@ -163,3 +163,58 @@ async fn what_is_stored_is_verified_past_the_tiers() {
     get(&server.client, want(&[chunks[1].id])).await.unwrap()[&0].assert_is(&chunks[1]);
     server.stop().await;
 }
+
+#[tokio::test]
+async fn what_a_killed_put_has_left_in_a_folder_is_collected_once_it_is_old() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = Server::open(config(folder.path())).await;
+    let stored = chunk(1, 2, 3);
+    assert!(put(&server.client, &stored).await.unwrap());
+    server.client.put_record("default/wiki/version", b"7".to_vec()).await.unwrap();
+    let store = folder.path().join("store");
+    let object = format!("kv/{}/{VARIANT}", stored.id);
+    let old = std::time::SystemTime::now() - 2 * DAY;
+    let write = |path: &str, bytes: usize, old: Option<std::time::SystemTime>| {
+        let path = store.join(path);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(&path, vec![0; bytes]).unwrap();
+        if let Some(old) = old {
+            std::fs::File::options().write(true).open(&path).unwrap().set_modified(old).unwrap();
+        }
+        path
+    };
+    let left = [
+        write(&format!("{object}#1"), 70_000, Some(old)),
+        write(&format!("kv/{}/{VARIANT}#23", ChunkId::from_bytes([9; 32])), 500, Some(old)),
+        write("records/default/wiki/documents/aa#1", 30, Some(old)),
+    ];
+    // Being written, not numbered, and not in a folder of the service.
+    let stay = [
+        write(&format!("{object}#2"), 10, None),
+        write(&format!("{object}#x"), 10, Some(old)),
+        write("kv/#", 10, Some(old)),
+        write("elsewhere/notes#1", 10, Some(old)),
+    ];
+    // A put that was killed between its last two steps has left a second name of the object itself.
+    let twin = store.join(format!("{object}#3"));
+    std::fs::hard_link(store.join(&object), &twin).unwrap();
+
+    let counts = |done: &kvsplice_proto::v1::CollectOrphansResponse| {
+        (done.staging, done.staging_bytes, done.staging_young, done.removed.len())
+    };
+    let dry = server.client.collect_orphans(true, DAY).await.unwrap();
+    assert_eq!(counts(&dry), (3, 70_530, 2, 0));
+    assert!(left.iter().all(|path| path.is_file()), "only counted");
+    let done = server.client.collect_orphans(false, DAY).await.unwrap();
+    assert_eq!(counts(&done), (3, 70_530, 2, 0));
+    assert!(left.iter().all(|path| !path.exists()) && stay.iter().all(|path| path.is_file()) && twin.is_file());
+    // However short the grace asked for, what is being written stays.
+    let done = server.client.collect_orphans(false, Duration::ZERO).await.unwrap();
+    assert_eq!(counts(&done), (0, 0, 2, 1));
+    assert!(put(&server.client, &stored).await.unwrap());
+    std::fs::File::options().write(true).open(&twin).unwrap().set_modified(old).unwrap();
+    let done = server.client.collect_orphans(true, DAY).await.unwrap();
+    assert_eq!((done.staging, done.staging_young), (1, 1));
+    get(&server.client, want(&[stored.id])).await.unwrap()[&0].assert_is(&stored);
+    server.stop().await;
+}

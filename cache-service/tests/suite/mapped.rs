@@ -13,7 +13,7 @@ use kvsplice_proto::v1::{Frame, Mapping, Want};
 use object_store::memory::InMemory;
 use tempfile::TempDir;
 
-use crate::support::{Chunk, Faulty, Read, Server, VARIANT, chunk, eventually, eventually_so, get, put, want};
+use crate::support::{Chunk, Faulty, Read, Server, VARIANT, chunk, eventually_so, get, put, want};
 
 const LEASE: Duration = Duration::from_secs(60);
 
@@ -157,7 +157,10 @@ async fn a_file_of_the_disk_tier_is_named_and_outlives_its_removal() {
     lease(&server, &[&chunk]).await;
     let id = chunk.id.to_string();
     let path = folder.path().join(&id[..2]).join(format!("{id}-{VARIANT}.safetensors"));
-    eventually("it is whole", || path.exists()).await;
+    // Its file is there a little earlier than it is named.
+    let is_named = async || frames(&server, mapped(&[chunk.id])).await.iter().all(|frame| frame.mapping.is_some());
+    eventually_so("it is whole", is_named).await;
+    assert!(path.exists());
     let frames = frames(&server, mapped(&[chunk.id])).await;
     let map = |frame: &Frame| Mapped::open(frame.mapping.as_ref().unwrap()).unwrap();
     let files: Vec<Mapped> = frames.iter().map(map).collect();

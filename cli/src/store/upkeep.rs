@@ -66,13 +66,17 @@ impl View<'_> {
         Ok(chunks)
     }
 
-    /// Removes chunk KV that no document names and that is older than `min_age`, or says what it would remove.
+    /// Removes chunk KV that no document names and what killed puts have left, older than `min_age`; or says what it would
+    /// remove.
     pub(super) async fn collect(&self, dry_run: bool, min_age: Duration) -> anyhow::Result<()> {
         let (mut removed, mut bytes) = (0usize, 0u64);
+        let (mut staging, mut staging_bytes) = (0, 0);
         let last = loop {
             let found = self.cache.collect_orphans(dry_run, min_age).await.map_err(|status| self.refused(status))?;
             removed += found.removed.len();
             bytes += found.bytes;
+            staging += found.staging;
+            staging_bytes += found.staging_bytes;
             for path in &found.removed {
                 if self.json {
                     output::json(&json!({"event": "orphan", "path": path, "removed": !dry_run}))?;
@@ -95,6 +99,9 @@ impl View<'_> {
                 "young": last.young,
                 "protected": last.protected,
                 "more": last.more,
+                "staging": staging,
+                "staging_bytes": staging_bytes,
+                "staging_young": last.staging_young,
             }));
         }
         let what = match (dry_run, last.more) {
@@ -102,9 +109,15 @@ impl View<'_> {
             (true, false) => "would be removed",
             (false, _) => "removed",
         };
-        let bytes = output::bytes(bytes);
+        let (bytes, staging_bytes) = (output::bytes(bytes), output::bytes(staging_bytes));
         let v1::CollectOrphansResponse { named, young, protected, .. } = last;
         output::line(format_args!("{removed} objects ({bytes}) {what}"))?;
+        if staging > 0 {
+            output::line(format_args!(
+                "{staging} files ({staging_bytes}) of killed puts {}",
+                if dry_run { "would be removed" } else { "removed" }
+            ))?;
+        }
         output::line(format_args!("{named} stay for a document, {young} are too young, {protected} pinned or leased"))
     }
 

@@ -60,6 +60,10 @@ impl Active {
 
     /// What came over the link, and in how many seconds, if that says something about its speed.
     fn link(&self) -> Option<(f64, f64)> {
+        let pooled = |place: usize| self.pooled_share(place) >= 1.0;
+        if (0..self.users.len()).all(pooled) {
+            return None;
+        }
         let bytes: f64 = (0..self.users.len()).map(|place| self.bytes(place) * self.arrived_share(place)).sum();
         // Of a chunk that is computed instead, what has not come is still on its way.
         let whole = (0..self.users.len()).all(|place| self.arrived_share(place) >= 1.0);
@@ -67,8 +71,7 @@ impl Active {
             Some(last) => last.duration_since(self.started).as_secs_f64(),
             None => self.started.elapsed().as_secs_f64(),
         };
-        (bytes >= TELLING_BYTES && seconds > 0.0 || (!self.users.is_empty() && seconds >= TELLING_SECONDS))
-            .then_some((bytes, seconds))
+        (bytes >= TELLING_BYTES && seconds > 0.0 || seconds >= TELLING_SECONDS).then_some((bytes, seconds))
     }
 
     /// Whether the chunk at this place of the load is to be loaded.
@@ -99,19 +102,30 @@ impl Active {
         Candidate { bytes, arrived: bytes * self.arrived_share(place), begun: first, selected, whole }
     }
 
-    /// Bytes that the chunk at this place takes, skipped rows left out.
+    /// Bytes that the chunk at this place takes, skipped rows and what the pool has left out.
     fn bytes(&self, place: usize) -> f64 {
         let Some(&part) = self.users[place].first() else { return 0.0 };
         let part = &self.request.parts[part];
         let tokens = part.ids.len() as u32;
         let skipped = self.skipped.get(&place).map_or(0, RowRanges::len) as f64 / f64::from(tokens.max(1));
         let layout = kvsplice_kv::KvLayout { encoding: part.variant.encoding, ..self.layout };
-        layout.layer_bytes(tokens) as f64 * f64::from(self.layers) * (1.0 - skipped)
+        layout.layer_bytes(tokens) as f64 * f64::from(self.layers) * (1.0 - skipped) * (1.0 - self.pooled_share(place))
     }
 
+    /// How much of what the pool does not have of the chunk has come.
     fn arrived_share(&self, place: usize) -> f64 {
-        let arrived = self.users[place].iter().map(|&part| self.parts[part].arrived).min();
-        f64::from(arrived.unwrap_or(0)) / f64::from(self.layers.max(1))
+        let layers = |part: &usize| {
+            let part = &self.parts[*part];
+            let loaded = self.layers.saturating_sub(part.pooled);
+            if loaded == 0 { 1.0 } else { f64::from(part.arrived.saturating_sub(part.pooled)) / f64::from(loaded) }
+        };
+        self.users[place].iter().map(layers).reduce(f64::min).unwrap_or(0.0)
+    }
+
+    /// How much of the chunk the pool had.
+    fn pooled_share(&self, place: usize) -> f64 {
+        let pooled = self.users[place].first().map_or(0, |&part| self.parts[part].pooled);
+        f64::from(pooled) / f64::from(self.layers.max(1))
     }
 
     /// Slots that are computed whatever is decided.

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use bytes::Bytes;
 use kvsplice_cache_service::Config;
-use kvsplice_gpu_worker::load::{Loaded, Loader, Wanted, WantedChunk};
 use kvsplice_kv::{ChunkId, ChunkKey, Encoding, KvLayout, ModelDigest, Variant, object};
+use kvsplice_proto::load::{Loaded, Loader, Wanted, WantedChunk};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
@@ -116,7 +116,12 @@ impl Bed {
 
     /// Loads all chunks once, as the worker does for a request.
     pub(super) async fn load(&self, loader: &Loader) -> anyhow::Result<Load> {
-        let chunk = |(place, (id, _)): (usize, &(ChunkId, Bytes))| WantedChunk { place, id: *id, tokens: self.tokens };
+        let chunk = |(place, (id, _)): (usize, &(ChunkId, Bytes))| WantedChunk {
+            place,
+            id: *id,
+            tokens: self.tokens,
+            layers: Vec::new(),
+        };
         let chunks = self.chunks.iter().enumerate().map(chunk).collect();
         let wanted = Wanted { chunks, layout: self.layout, variant: VARIANT, lease: String::new() };
         let (_never, said) = mpsc::channel(1);

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvsplice_cache_service::{Config, run_with_store};
-use kvsplice_gpu_worker::load::Loader;
+use kvsplice_proto::load::Loader;
 use object_store::memory::InMemory;
 use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt};

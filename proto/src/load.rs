@@ -1,12 +1,12 @@
-//! Fetches chunk KV from the cache service, layer by layer, and puts frames together.
+//! Fetches chunk KV from the cache service, layer by layer, and puts frames together (`assembly`).
 //!
 //! Input: the chunks of one request. Output: one [`Loaded`] a (chunk, layer), or one failure a chunk. It verifies each
 //! frame's checksum; whether a layer is the right one was verified when it entered the cache service's tier. Layers that the
 //! service names in a file of this host are mapped and checked instead (`files`); what cannot be mapped is asked for again.
 //! Rows that will be recomputed are skipped once they are known: they may come or not, and are zeros where they have not.
 
+mod assembly;
 mod files;
-mod partial;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -17,15 +17,17 @@ use futures::stream::{BoxStream, SelectAll};
 use futures::{StreamExt, future};
 use kvsplice_kv::receipt::Source;
 use kvsplice_kv::{ChunkId, KvLayout, RowRanges, Variant};
-use kvsplice_model::stored::StoredLayer;
-use kvsplice_proto::cache::CacheClient;
-use kvsplice_proto::v1::get_chunks_request::Message;
-use kvsplice_proto::{client, convert, v1};
 use tokio::sync::mpsc;
 use tonic::{Code, Status};
 
+use self::assembly::Assembly;
 use self::files::{Checked, Checks, Files};
-use self::partial::{Open, accept};
+use crate::cache::CacheClient;
+use crate::v1::get_chunks_request::Message;
+use crate::{client, convert, v1};
+
+/// Sets of missing layers that chunks are asked for by; each takes a stream. Chunks with other sets are asked for whole.
+const SETS: usize = 4;
 
 /// A chunk to fetch.
 #[derive(Clone, Debug)]
@@ -36,6 +38,8 @@ pub struct WantedChunk {
     pub id: ChunkId,
     /// Its tokens.
     pub tokens: u32,
+    /// The layers to fetch, ascending; empty for all.
+    pub layers: Vec<u32>,
 }
 
 /// What to fetch.
@@ -55,6 +59,17 @@ pub struct Wanted {
 /// more comes at all, no news either.
 pub type Skips = HashMap<usize, RowRanges>;
 
+/// How a layer has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    /// Over the wire, every row of it.
+    Whole,
+    /// Over the wire; zeros stand where rows were skipped.
+    Gapped,
+    /// In a file of this host, which the system's page cache keeps.
+    Mapped,
+}
+
 /// News of a chunk, by the place that [`WantedChunk`] gives it.
 #[derive(Debug)]
 pub enum Loaded {
@@ -64,8 +79,10 @@ pub enum Loaded {
         chunk: usize,
         /// Which layer.
         layer: u32,
-        /// Its KV.
-        stored: StoredLayer,
+        /// Its KV: the layer's parts, one after another, as they are stored.
+        data: Bytes,
+        /// Whether all of it has come, and which way.
+        form: Form,
         /// The tier that held it.
         source: Source,
         /// How many bytes have come over the wire of this chunk since its last news; none of what is mapped.
@@ -102,6 +119,11 @@ impl Loader {
         Ok(Self { connections: connections.into(), files: map_files.then(Arc::default) })
     }
 
+    /// Loads over the one connection of `client`.
+    pub fn over(client: CacheClient, map_files: bool) -> Self {
+        Self { connections: [client].into(), files: map_files.then(Arc::default) }
+    }
+
     /// A client over the first of the connections.
     pub fn client(&self) -> CacheClient {
         self.connections[0].clone()
@@ -109,7 +131,10 @@ impl Loader {
 
     /// Fetches everything, handing news to `sink` until it returns false.
     pub async fn load(&self, wanted: Wanted, skips: mpsc::Receiver<Skips>, mut sink: impl AsyncFnMut(Loaded) -> bool) {
-        let open = wanted.chunks.iter().map(|chunk| Some(Open::new(chunk.tokens, &wanted.layout))).collect();
+        let open = |chunk: &WantedChunk| {
+            Some(Open { layers: Assembly::new(wanted.layout, chunk.tokens, &chunk.layers), sent: false })
+        };
+        let open = wanted.chunks.iter().map(open).collect();
         let mut fetch = Fetch {
             loader: self,
             wanted: &wanted,
@@ -136,6 +161,19 @@ impl Loader {
     }
 }
 
+/// A chunk of which something is still to come.
+struct Open {
+    layers: Assembly,
+    /// Its file cannot be used: it is to be sent.
+    sent: bool,
+}
+
+/// Chunks of one stream, and the layers that are asked for of each; empty for all.
+struct Share<'a> {
+    layers: &'a [u32],
+    chunks: Vec<usize>,
+}
+
 /// One stream of chunks.
 struct Handle {
     requests: mpsc::Sender<v1::GetChunksRequest>,
@@ -158,20 +196,18 @@ struct Fetch<'a> {
     again: Vec<usize>,
 }
 
-impl Fetch<'_> {
+impl<'a> Fetch<'a> {
     async fn run(
         &mut self,
         mut skips: mpsc::Receiver<Skips>,
         sink: &mut impl AsyncFnMut(Loaded) -> bool,
     ) -> Result<(), Status> {
         let mapped = self.loader.files.as_ref().is_some_and(|files| files.usable());
-        let (count, chunks) = (self.loader.connections.len(), self.wanted.chunks.len());
-        let share = |first: usize| (first..chunks).step_by(count).collect::<Vec<usize>>();
-        let shares = (0..count.min(chunks)).map(share).collect();
-        self.begin(shares, mapped, false).await?;
+        let all: Vec<usize> = (0..self.wanted.chunks.len()).collect();
+        self.begin(&all, mapped, false).await?;
         let (mut listening, mut flowing) = (true, true);
         while self.open.iter().any(Option::is_some) {
-            self.checks.start(&self.open);
+            self.checks.start(|index| matches!(self.open.get(index), Some(Some(_))));
             if !flowing && self.checks.idle() {
                 return Ok(());
             }
@@ -210,22 +246,47 @@ impl Fetch<'_> {
         Ok(())
     }
 
+    /// Spreads chunks over streams: those of which the same layers are wanted, over the connections.
+    fn shares(&self, chunks: &[usize]) -> Vec<Share<'a>> {
+        let mut sets: Vec<Share<'a>> = Vec::new();
+        for &index in chunks {
+            let Some(chunk) = self.wanted.chunks.get(index) else { continue };
+            let known = sets.iter().any(|set| set.layers == chunk.layers.as_slice());
+            let layers: &[u32] = if known || sets.len() < SETS { &chunk.layers } else { &[] };
+            match sets.iter_mut().find(|set| set.layers == layers) {
+                Some(set) => set.chunks.push(index),
+                None => sets.push(Share { layers, chunks: vec![index] }),
+            }
+        }
+        let count = self.loader.connections.len();
+        let spread = |Share { layers, chunks }: Share<'a>| {
+            let share = move |first: usize| {
+                let chunks = chunks.iter().skip(first).step_by(count).copied().collect();
+                Share { layers, chunks }
+            };
+            (0..count).map(share).filter(|share| !share.chunks.is_empty()).collect::<Vec<_>>()
+        };
+        sets.into_iter().flat_map(spread).collect()
+    }
+
     /// Opens a stream for each share of the chunks.
-    async fn begin(&mut self, shares: Vec<Vec<usize>>, mapped: bool, unmappable: bool) -> Result<(), Status> {
-        let open = |(chunks, client): (Vec<usize>, &CacheClient)| {
+    async fn begin(&mut self, chunks: &[usize], mapped: bool, unmappable: bool) -> Result<(), Status> {
+        let open = |(share, client): (Share<'_>, &CacheClient)| {
             let id = |index: &usize| self.wanted.chunks.get(*index).map(|chunk| chunk.id.to_string());
             let want = v1::Want {
-                chunks: chunks.iter().filter_map(id).collect(),
+                chunks: share.chunks.iter().filter_map(id).collect(),
                 variant: self.wanted.variant.to_string(),
+                layers: share.layers.to_vec(),
                 lease: self.wanted.lease.clone(),
                 mapped,
                 unmappable,
                 ..v1::Want::default()
             };
             let client = client.clone();
-            async move { Ok::<_, Status>((chunks, client.get_chunks(want).await?)) }
+            async move { Ok::<_, Status>((share.chunks, client.get_chunks(want).await?)) }
         };
-        let opened = future::try_join_all(shares.into_iter().zip(self.loader.connections.iter()).map(open)).await?;
+        let connections = self.loader.connections.iter().cycle();
+        let opened = future::try_join_all(self.shares(chunks).into_iter().zip(connections).map(open)).await?;
         let first = self.handles.len();
         for (chunks, (requests, frames)) in opened {
             let number = self.handles.len();
@@ -239,7 +300,7 @@ impl Fetch<'_> {
     /// Asks for chunks whose file cannot be used once more, to be sent.
     async fn ask_again(&mut self) -> Result<(), Status> {
         let again = std::mem::take(&mut self.again);
-        if again.is_empty() { Ok(()) } else { self.begin(vec![again], false, true).await }
+        if again.is_empty() { Ok(()) } else { self.begin(&again, false, true).await }
     }
 
     /// Asks these streams to leave rows out, and waits for them no more. A layer that is on its way comes whole.
@@ -256,7 +317,7 @@ impl Fetch<'_> {
                     dropped.push(index);
                     continue;
                 }
-                state.needed = RowRanges::from_slots((0..chunk.tokens).filter(|&row| !rows.contains(row)));
+                state.layers.skip(rows);
                 let skip = v1::Skip { chunk: place, rows: convert::ranges(rows), from_layer: 0 };
                 let message = v1::GetChunksRequest { message: Some(Message::Skip(skip)) };
                 // A stream that is gone says so where it is read.
@@ -278,26 +339,26 @@ impl Fetch<'_> {
     fn take_frame(&mut self, stream: usize, frame: v1::Frame) -> Vec<Loaded> {
         let place = self.handles.get(stream).and_then(|handle| handle.chunks.get(frame.chunk as usize));
         let Some(&index) = place else { return Vec::new() };
-        let Some(wanted) = self.wanted.chunks.get(index) else { return Vec::new() };
         let Some(Some(chunk)) = self.open.get_mut(index) else { return Vec::new() };
         if let Some(mapping) = &frame.mapping {
             if chunk.sent {
                 return Vec::new();
             }
-            if let Err(reason) = self.checks.add(index, chunk, wanted.tokens, &self.wanted.layout, &frame, mapping) {
+            if let Err(reason) = self.checks.add(index, &chunk.layers, &frame, mapping) {
                 return self.fail(index, reason);
             }
             return Vec::new();
         }
         let accepted = match frame.error.as_str() {
-            "" => accept(chunk, wanted.tokens, &self.wanted.layout, &frame),
+            "" => chunk.layers.accept(&frame),
             error => Err(error.to_owned()),
         };
         match accepted {
             Ok(None) => Vec::new(),
-            Ok(Some(bytes)) => {
+            Ok(Some(layer)) => {
+                let form = if layer.whole { Form::Whole } else { Form::Gapped };
                 let source = convert::source(&frame.source).unwrap_or(Source::Object);
-                self.layer(index, frame.layer, bytes, source).into_iter().collect()
+                self.layer(index, frame.layer, layer.bytes, form, source).into_iter().collect()
             }
             Err(reason) => self.fail(index, reason),
         }
@@ -310,9 +371,8 @@ impl Fetch<'_> {
             let Some(Some(chunk)) = self.open.get_mut(index) else { continue };
             match result {
                 Ok(bytes) => {
-                    let done = chunk.done.get_mut(layer as usize);
-                    if done.is_some_and(|done| !std::mem::replace(done, true)) {
-                        news.extend(self.layer(index, layer, bytes, source));
+                    if chunk.layers.settle(layer) {
+                        news.extend(self.layer(index, layer, bytes, Form::Mapped, source));
                     }
                 }
                 Err(error) if !chunk.sent => {
@@ -342,17 +402,16 @@ impl Fetch<'_> {
         }
     }
 
-    /// A layer that has come whole.
-    fn layer(&mut self, index: usize, layer: u32, bytes: Bytes, source: Source) -> Option<Loaded> {
+    /// A layer of which everything needed has come.
+    fn layer(&mut self, index: usize, layer: u32, data: Bytes, form: Form, source: Source) -> Option<Loaded> {
         let wanted = self.wanted.chunks.get(index)?;
         let open = self.open.get_mut(index)?;
         let chunk = open.as_mut()?;
-        let received = std::mem::take(&mut chunk.bytes);
-        if chunk.done.iter().all(|&done| done) {
+        let bytes = chunk.layers.take_bytes();
+        if chunk.layers.is_done() {
             *open = None;
         }
-        let stored = StoredLayer { layout: self.wanted.layout, tokens: wanted.tokens, bytes };
-        Some(Loaded::Layer { chunk: wanted.place, layer, stored, source, bytes: received })
+        Some(Loaded::Layer { chunk: wanted.place, layer, data, form, source, bytes })
     }
 
     fn fail(&mut self, index: usize, reason: String) -> Vec<Loaded> {

@@ -9,14 +9,13 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use futures::StreamExt;
 use futures::stream::FuturesOrdered;
-use kvsplice_kv::KvLayout;
 use kvsplice_kv::receipt::Source;
-use kvsplice_proto::mmap::{Error, Mapped};
-use kvsplice_proto::{convert, v1};
 use tokio::task::JoinHandle;
 use tracing::{info, warn};
 
-use super::partial::Open;
+use super::assembly::Assembly;
+use crate::mmap::{Error, Mapped};
+use crate::{convert, v1};
 
 /// After a file could not be opened, none is asked for during this time.
 const PAUSE: Duration = Duration::from_secs(60);
@@ -97,12 +96,11 @@ impl Checks {
     pub(super) fn add(
         &mut self,
         index: usize,
-        chunk: &Open,
-        tokens: u32,
-        layout: &KvLayout,
+        chunk: &Assembly,
         frame: &v1::Frame,
         mapping: &v1::Mapping,
     ) -> Result<(), String> {
+        let (layout, tokens) = (chunk.layout(), chunk.tokens());
         let last = (frame.layer as usize).saturating_add(mapping.layer_crc32c.len());
         if mapping.size != layout.object_bytes(tokens) as u64
             || mapping.header_bytes as usize != layout.header_bytes()
@@ -117,7 +115,7 @@ impl Checks {
         }
         let source = convert::source(&frame.source).unwrap_or(Source::Object);
         for (layer, &crc32c) in (frame.layer..).zip(&mapping.layer_crc32c) {
-            if chunk.done.get(layer as usize) == Some(&false) {
+            if chunk.waits_for(layer) {
                 let range = layout.layer_range(layer, tokens);
                 self.waiting.insert((layer, index), Check { file: file.clone(), range, crc32c, source });
             }
@@ -125,8 +123,8 @@ impl Checks {
         Ok(())
     }
 
-    /// Starts checks, lowest layer first, as many as may be under way.
-    pub(super) fn start(&mut self, open: &[Option<Open>]) {
+    /// Starts checks of chunks that are still open, lowest layer first, as many as may be under way.
+    pub(super) fn start(&mut self, is_open: impl Fn(usize) -> bool) {
         while self.running.len() < CHECKS && !self.waiting.is_empty() {
             let (mut batch, mut bytes) = (Vec::new(), 0);
             // One layer of several chunks: the next layer of the first chunk is needed later than this one of the last.
@@ -138,7 +136,7 @@ impl Checks {
                 }
                 bytes += next;
                 let ((layer, chunk), check) = entry.remove_entry();
-                if let Some(Some(_)) = open.get(chunk) {
+                if is_open(chunk) {
                     batch.push((layer, chunk, check));
                 }
             }

@@ -2,15 +2,15 @@
 //! connections.
 #![forbid(unsafe_code)]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use kvsplice_gpu_worker::load::{Loaded, Loader, Skips, Wanted, WantedChunk};
 use kvsplice_kv::receipt::Source;
 use kvsplice_kv::{ChunkId, ChunkKey, Encoding, KvLayout, ModelDigest, Part, RowRanges, Variant, object};
+use kvsplice_proto::load::{Form, Loaded, Loader, Skips, Wanted, WantedChunk};
 use kvsplice_proto::mmap::Identity;
 use kvsplice_proto::server::{self, Limits};
 use kvsplice_proto::v1::cache_server::{Cache, CacheServer};
@@ -46,6 +46,8 @@ struct Shared {
     objects: BTreeMap<String, (PathBuf, Bytes)>,
     /// What was asked for: whether mapped, whether again, and which chunks.
     asked: Mutex<Vec<(bool, bool, Vec<String>)>>,
+    /// Of each of those, the layers.
+    layers: Mutex<Vec<Vec<u32>>>,
     skips: Mutex<Vec<v1::Skip>>,
 }
 
@@ -115,11 +117,13 @@ impl Cache for Peer {
             return Err(Status::invalid_argument("no Want"));
         };
         self.0.asked.lock().unwrap().push((want.mapped, want.unmappable, want.chunks.clone()));
+        self.0.layers.lock().unwrap().push(want.layers.clone());
         let mut frames = Vec::new();
         for (place, chunk) in (0..).zip(&want.chunks) {
             let (path, object) = &self.0.objects[chunk];
             frames.extend(if want.mapped { self.named(place, path, object) } else { sent(place, object) });
         }
+        frames.retain(|frame| want.layers.is_empty() || want.layers.contains(&frame.layer));
         // Lower layers first.
         frames.sort_by_key(|frame| frame.layer);
         let (sender, receiver) = mpsc::channel(4);
@@ -220,7 +224,13 @@ async fn fixture(naming: Naming, chunks: u32, connections: u32, map_files: bool)
         objects.insert(key.id().to_string(), (path, object.clone()));
         list.push((key.id(), object));
     }
-    let shared = Arc::new(Shared { naming, objects, asked: Mutex::default(), skips: Mutex::default() });
+    let shared = Arc::new(Shared {
+        naming,
+        objects,
+        asked: Mutex::default(),
+        layers: Mutex::default(),
+        skips: Mutex::default(),
+    });
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap().to_string();
     let (stop, stopped) = oneshot::channel::<()>();
@@ -240,13 +250,22 @@ struct Got {
     wire: BTreeMap<usize, u64>,
     sources: BTreeMap<usize, Source>,
     failed: BTreeMap<usize, String>,
+    forms: BTreeSet<&'static str>,
     /// In order of arrival.
     order: Vec<u32>,
 }
 
 impl Fixture {
     async fn load(&self, skips: Option<Skips>) -> Got {
-        let chunk = |(place, (id, _)): (usize, &(ChunkId, Bytes))| WantedChunk { place, id: *id, tokens: TOKENS };
+        self.load_layers(skips, |_| Vec::new()).await
+    }
+
+    /// Loads of each chunk, by its place, the layers that `layers` gives.
+    async fn load_layers(&self, skips: Option<Skips>, layers: impl Fn(usize) -> Vec<u32>) -> Got {
+        let chunk = |(place, (id, _)): (usize, &(ChunkId, Bytes))| {
+            let layers = layers(place);
+            WantedChunk { place, id: *id, tokens: TOKENS, layers }
+        };
         let chunks = self.chunks.iter().enumerate().map(chunk).collect();
         let wanted = Wanted { chunks, layout: LAYOUT, variant: VARIANT, lease: "lease".into() };
         let (say, said) = mpsc::channel(1);
@@ -262,12 +281,18 @@ impl Fixture {
             wire: BTreeMap::new(),
             sources: BTreeMap::new(),
             failed: BTreeMap::new(),
+            forms: BTreeSet::new(),
             order: Vec::new(),
         };
         while let Some(loaded) = arrived.recv().await {
             match loaded {
-                Loaded::Layer { chunk, layer, stored, source, bytes } => {
-                    assert!(got.layers.insert((chunk, layer), stored.bytes).is_none(), "layer {layer} comes twice");
+                Loaded::Layer { chunk, layer, data, form, source, bytes } => {
+                    assert!(got.layers.insert((chunk, layer), data).is_none(), "layer {layer} comes twice");
+                    got.forms.insert(match form {
+                        Form::Whole => "whole",
+                        Form::Gapped => "gapped",
+                        Form::Mapped => "mapped",
+                    });
                     *got.wire.entry(chunk).or_default() += bytes;
                     got.sources.insert(chunk, source);
                     got.order.push(layer);
@@ -302,6 +327,7 @@ async fn mapped_layers_are_those_that_would_be_sent_and_cost_no_byte() {
     let got = fixture.load(None).await;
     fixture.assert_whole(&got);
     assert!(got.wire.values().all(|bytes| *bytes == 0));
+    assert_eq!(got.forms, BTreeSet::from(["mapped"]));
     assert!(got.sources.values().all(|source| *source == Source::Disk));
     assert!(got.order.is_sorted(), "lower layers first: {:?}", got.order);
     assert_eq!(fixture.asked().len(), 1);
@@ -313,7 +339,37 @@ async fn a_worker_that_does_not_map_is_sent_everything() {
     let got = fixture.load(None).await;
     fixture.assert_whole(&got);
     assert!(got.wire.values().all(|bytes| *bytes == CHUNK_BYTES));
+    assert_eq!(got.forms, BTreeSet::from(["whole"]));
     assert_eq!(fixture.asked().len(), 1);
+}
+
+#[tokio::test]
+async fn only_the_layers_that_are_missing_are_asked_for_and_come() {
+    // Chunks that miss the same layers share a stream; past a few sets of layers, chunks are asked for whole.
+    let missing = |place: usize| match place {
+        0 | 3 => vec![],
+        1 | 4 => vec![2, 4],
+        _ => vec![place as u32 % 5],
+    };
+    for map_files in [true, false] {
+        let fixture = fixture(Naming::Right, 7, 1, map_files).await;
+        let got = fixture.load_layers(None, missing).await;
+        assert!(got.failed.is_empty(), "{:?}", got.failed);
+        for place in 0..7 {
+            let came: Vec<u32> =
+                got.layers.keys().filter(|(chunk, _)| *chunk == place).map(|(_, layer)| *layer).collect();
+            let all = (0..LAYOUT.layers).collect();
+            assert_eq!(came, if missing(place).is_empty() { all } else { missing(place) }, "chunk {place}");
+        }
+        for ((chunk, layer), bytes) in &got.layers {
+            assert!(*bytes == fixture.chunks[*chunk].1[LAYOUT.layer_range(*layer, TOKENS)], "chunk {chunk}, {layer}");
+        }
+        let mut asked = fixture.shared.layers.lock().unwrap().clone();
+        asked.sort();
+        assert_eq!(asked, [vec![], vec![0], vec![2], vec![2, 4]]);
+        let whole = fixture.shared.layers.lock().unwrap().iter().position(Vec::is_empty).unwrap();
+        assert_eq!(fixture.asked()[whole].2.len(), 3, "two are wanted whole, and one has a set too many");
+    }
 }
 
 #[tokio::test]

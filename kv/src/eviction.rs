@@ -1,4 +1,4 @@
-//! What a tier holds, in the order in which it goes: one byte limit, two orders.
+//! What a tier or a worker's pool holds, in the order in which it goes: one byte limit, two orders.
 //!
 //! `lru` drops what was asked for longest ago. `value` is the clock of RAGCache (arXiv 2404.12457, section 5.1) without its
 //! prefix tree, hence the greedy dual of Cao and Irani with frequency: priority = clock + frequency × recompute cost ÷ bytes,
@@ -18,7 +18,7 @@ pub enum Eviction {
     /// The one asked for longest ago.
     Lru,
     /// The one whose recompute cost × frequency ÷ bytes is lowest, aged by a clock. The default: on Zipf traces it hits more
-    /// bytes and saves more recompute time at every size (see `trace`).
+    /// bytes and saves more recompute time at every size (`kvsplice bench cache`).
     #[default]
     Value,
 }
@@ -28,7 +28,7 @@ const LOOK_AGAIN: Duration = Duration::from_secs(1);
 
 /// The entries of one tier.
 #[derive(Debug)]
-pub(crate) struct Book<K, V> {
+pub struct Book<K, V> {
     eviction: Eviction,
     limit_bytes: u64,
     bytes: u64,
@@ -62,7 +62,8 @@ struct Rank {
 }
 
 impl<K: Copy + Eq + Hash, V> Book<K, V> {
-    pub(crate) fn new(eviction: Eviction, limit_bytes: u64) -> Self {
+    /// An empty book of at most `limit_bytes`.
+    pub fn new(eviction: Eviction, limit_bytes: u64) -> Self {
         Self {
             eviction,
             limit_bytes,
@@ -77,37 +78,42 @@ impl<K: Copy + Eq + Hash, V> Book<K, V> {
     }
 
     /// Bytes held.
-    pub(crate) const fn bytes(&self) -> u64 {
+    pub const fn bytes(&self) -> u64 {
         self.bytes
     }
 
     /// The most bytes that may be held.
-    pub(crate) const fn limit_bytes(&self) -> u64 {
+    pub const fn limit_bytes(&self) -> u64 {
         self.limit_bytes
     }
 
     /// Entries held.
-    pub(crate) fn len(&self) -> usize {
+    pub fn len(&self) -> usize {
         self.entries.len()
     }
 
+    /// Whether nothing is held.
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
     /// The value of `key`; not a request.
-    pub(crate) fn get(&self, key: &K) -> Option<&V> {
+    pub fn get(&self, key: &K) -> Option<&V> {
         self.entries.get(key).map(|entry| &entry.value)
     }
 
     /// The value of `key`, to be changed; not a request.
-    pub(crate) fn get_mut(&mut self, key: &K) -> Option<&mut V> {
+    pub fn get_mut(&mut self, key: &K) -> Option<&mut V> {
         self.entries.get_mut(key).map(|entry| &mut entry.value)
     }
 
     /// Every entry, in no order.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (&K, &V)> {
+    pub fn iter(&self) -> impl Iterator<Item = (&K, &V)> {
         self.entries.iter().map(|(key, entry)| (key, &entry.value))
     }
 
     /// Notes a request of `key`.
-    pub(crate) fn touch(&mut self, key: &K) {
+    pub fn touch(&mut self, key: &K) {
         let Some(entry) = self.entries.get_mut(key) else { return };
         entry.frequency = entry.frequency.saturating_add(1);
         if let Some(rank) = entry.rank {
@@ -129,18 +135,23 @@ impl<K: Copy + Eq + Hash, V> Book<K, V> {
         self.order.insert(rank, key);
     }
 
+    /// Puts what was passed over back into the order: for one who knows that some of it is protected no more.
+    pub fn look_again(&mut self) {
+        for key in std::mem::take(&mut self.parked) {
+            if self.entries.get(&key).is_some_and(|entry| entry.rank.is_none()) {
+                self.rank(key);
+            }
+        }
+    }
+
     /// Evicts until `bytes` more can be held, and says whether they can. What `protected` covers stays.
-    pub(crate) fn make_room(&mut self, bytes: u64, protected: impl Fn(&K) -> bool) -> (Vec<(K, V)>, bool) {
+    pub fn make_room(&mut self, bytes: u64, protected: impl Fn(&K) -> bool) -> (Vec<(K, V)>, bool) {
         let mut evicted = Vec::new();
         if bytes > self.limit_bytes {
             return (evicted, false);
         }
         if !self.parked.is_empty() && self.parked_at.elapsed() >= LOOK_AGAIN {
-            for key in std::mem::take(&mut self.parked) {
-                if self.entries.get(&key).is_some_and(|entry| entry.rank.is_none()) {
-                    self.rank(key);
-                }
-            }
+            self.look_again();
         }
         while self.bytes > self.limit_bytes - bytes {
             let Some((rank, key)) = self.order.pop_first() else { return (evicted, false) };
@@ -163,8 +174,9 @@ impl<K: Copy + Eq + Hash, V> Book<K, V> {
         (evicted, true)
     }
 
-    /// Holds `value` if [`Book::make_room`] has made room for it. `cost_us`: microseconds that computing it anew takes.
-    pub(crate) fn insert(&mut self, key: K, value: V, bytes: u64, cost_us: f64) {
+    /// Holds `value` if [`Book::make_room`] has made room for it. `cost_us`: microseconds that computing it anew takes; only
+    /// the ratio of two entries' costs decides, so that any other unit will do that all entries share.
+    pub fn insert(&mut self, key: K, value: V, bytes: u64, cost_us: f64) {
         self.remove(&key);
         if bytes > self.limit_bytes - self.bytes {
             return;
@@ -176,7 +188,7 @@ impl<K: Copy + Eq + Hash, V> Book<K, V> {
     }
 
     /// Drops an entry.
-    pub(crate) fn remove(&mut self, key: &K) -> Option<V> {
+    pub fn remove(&mut self, key: &K) -> Option<V> {
         let entry = self.entries.remove(key)?;
         self.bytes -= entry.bytes;
         if let Some(rank) = entry.rank {

@@ -1,0 +1,177 @@
+use kvsplice_kv::Encoding;
+use kvsplice_kv::receipt::Source;
+
+use super::*;
+
+const LAYERS: u32 = 3;
+const DATA: usize = 1000;
+/// What one layer takes.
+const ENTRY: u64 = DATA as u64 + ENTRY_BYTES;
+
+fn key(chunk: u8) -> PoolKey {
+    PoolKey { chunk: ChunkId::from_bytes([chunk; 32]), variant: Variant::clean(Encoding::Bf16) }
+}
+
+fn wish(place: usize, chunk: u8, cost: f64) -> Wish {
+    Wish { place, key: key(chunk), cost, confirmed: true }
+}
+
+fn layer(chunk: usize, layer: u32, form: Form) -> Loaded {
+    let data = Bytes::from(vec![(10 * chunk) as u8 + layer as u8; DATA]);
+    Loaded::Layer { chunk, layer, data, form, source: Source::Object, bytes: DATA as u64 }
+}
+
+fn failed(chunk: usize, reason: &str) -> Loaded {
+    Loaded::Failed { chunk, reason: reason.to_owned(), service_down: false }
+}
+
+fn layers(hold: &Hold, place: usize) -> Vec<u32> {
+    hold.take(place).into_iter().map(|(layer, _)| layer).collect()
+}
+
+/// A request of one chunk, from its beginning to its end.
+fn load(pool: &Pool, chunk: u8, cost: f64) {
+    let hold = pool.hold(vec![wish(0, chunk, cost)]);
+    let keeper = hold.keeper();
+    for number in 0..LAYERS {
+        keeper.note(&layer(0, number, Form::Whole));
+    }
+}
+
+/// The layers of a chunk that are here; counts as a request.
+fn here(pool: &Pool, chunk: u8) -> usize {
+    pool.hold(vec![wish(0, chunk, 1.0)]).take(0).len()
+}
+
+#[test]
+fn what_one_request_loaded_the_next_finds_and_only_whole_layers_from_the_wire() {
+    let pool = Pool::new(1 << 20, LAYERS);
+    let first = pool.hold(vec![wish(0, 1, 1.0), wish(1, 2, 1.0)]);
+    assert!(layers(&first, 0).is_empty() && layers(&first, 1).is_empty());
+    let keeper = first.keeper();
+    for news in [
+        layer(0, 0, Form::Whole),
+        layer(0, 1, Form::Gapped),
+        layer(0, 2, Form::Mapped),
+        layer(1, 2, Form::Whole),
+        // Of no chunk of this request.
+        layer(7, 0, Form::Whole),
+    ] {
+        keeper.note(&news);
+    }
+    drop(first);
+    let second = pool.hold(vec![wish(0, 2, 1.0), wish(1, 1, 1.0)]);
+    assert_eq!((layers(&second, 0), layers(&second, 1)), (vec![2], vec![0]));
+    assert_eq!(second.take(0)[0].1, vec![12; DATA]);
+    let status = pool.status();
+    assert_eq!((status.layers, status.bytes, status.held), (2, 2 * ENTRY, 2));
+    assert_eq!((status.hits, status.misses), (3, 12));
+    drop(second);
+    assert_eq!(pool.status().held, 0);
+}
+
+#[test]
+fn the_limit_holds_and_what_is_held_stays() {
+    for limit in [0, 1, ENTRY, 4 * ENTRY, 5 * ENTRY + 7] {
+        let pool = Pool::new(limit, LAYERS);
+        let hold = pool.hold(vec![wish(0, 1, 1.0)]);
+        for number in 0..LAYERS {
+            hold.keeper().note(&layer(0, number, Form::Whole));
+        }
+        let kept = (limit / ENTRY).min(LAYERS.into());
+        for chunk in 2..20 {
+            // Dearer than the one that is held.
+            load(&pool, chunk, 1e9);
+            assert!(pool.status().bytes <= limit, "{:?} of {limit}", pool.status());
+        }
+        assert_eq!(hold.take(0).len() as u64, kept, "{limit}");
+        drop(hold);
+        for chunk in 20..40 {
+            load(&pool, chunk, 1e9);
+        }
+        assert_eq!(here(&pool, 1), 0, "its request is over");
+        let (status, most) = (pool.status(), limit / ENTRY * ENTRY);
+        assert!(status.bytes == most && status.held == 0, "{status:?} of {limit}");
+        assert_eq!(status.evicted > 0, limit >= ENTRY);
+    }
+}
+
+#[test]
+fn the_dear_and_often_asked_for_outlive_the_others() {
+    let pool = Pool::new(9 * ENTRY, LAYERS);
+    for (chunk, cost) in [(1, 1.0), (2, 9.0), (3, 1.0)] {
+        load(&pool, chunk, cost);
+    }
+    for _ in 0..20 {
+        assert_eq!(here(&pool, 3), LAYERS as usize);
+    }
+    load(&pool, 4, 2.0);
+    assert_eq!([1, 2, 3, 4].map(|chunk| here(&pool, chunk)), [0, 3, 3, 3]);
+}
+
+#[test]
+fn a_chunk_that_two_requests_hold_stays_until_both_are_over() {
+    let pool = Pool::new(3 * ENTRY, LAYERS);
+    load(&pool, 1, 1.0);
+    let (one, other) = (pool.hold(vec![wish(0, 1, 1.0)]), pool.hold(vec![wish(5, 1, 1.0)]));
+    drop(one);
+    load(&pool, 2, 1e9);
+    assert_eq!((layers(&other, 5), here(&pool, 2)), (vec![0, 1, 2], 0));
+    drop(other);
+    load(&pool, 2, 1e9);
+    assert_eq!((here(&pool, 1), here(&pool, 2)), (0, 3));
+}
+
+#[test]
+fn without_the_services_word_nothing_is_taken_or_kept() {
+    let pool = Pool::new(1 << 20, LAYERS);
+    load(&pool, 1, 1.0);
+    load(&pool, 2, 1.0);
+    let hold = pool.hold(vec![Wish { confirmed: false, ..wish(0, 1, 1.0) }, wish(1, 2, 1.0)]);
+    assert_eq!((layers(&hold, 0), layers(&hold, 1)), (vec![], vec![0, 1, 2]));
+    hold.keeper().note(&layer(0, 0, Form::Whole));
+    drop(hold);
+    assert_eq!((here(&pool, 1), here(&pool, 2)), (0, 3));
+}
+
+#[test]
+fn a_chunk_that_the_service_cannot_give_is_forgotten() {
+    for (reason, left) in [("missing: no such object", 0), ("damaged: layer 2", 0), ("store: timed out", 3)] {
+        let pool = Pool::new(1 << 20, LAYERS);
+        load(&pool, 1, 1.0);
+        load(&pool, 2, 1.0);
+        let hold = pool.hold(vec![wish(0, 1, 1.0)]);
+        hold.keeper().note(&failed(0, reason));
+        drop(hold);
+        assert_eq!((here(&pool, 1), here(&pool, 2)), (left, 3), "{reason}");
+    }
+}
+
+#[test]
+fn what_comes_after_its_request_is_over_is_not_kept() {
+    let pool = Pool::new(1 << 20, LAYERS);
+    let hold = pool.hold(vec![wish(0, 1, 1.0)]);
+    let keeper = hold.keeper();
+    drop(hold);
+    keeper.note(&layer(0, 0, Form::Whole));
+    let status = pool.status();
+    assert_eq!((status.bytes, status.layers, status.held), (0, 0, 0));
+}
+
+#[test]
+fn what_nobody_asks_for_is_dropped_and_what_is_held_is_not() {
+    let pool = Pool::new(1 << 20, LAYERS);
+    load(&pool, 1, 1.0);
+    load(&pool, 2, 1.0);
+    let hold = pool.hold(vec![wish(0, 2, 1.0)]);
+    pool.drop_unasked(Instant::now() + UNASKED / 2);
+    assert_eq!(pool.status().layers, 6);
+    pool.drop_unasked(Instant::now() + UNASKED);
+    assert_eq!(pool.status().layers, 3);
+    assert_eq!(layers(&hold, 0), [0, 1, 2]);
+    drop(hold);
+    pool.drop_unasked(Instant::now() + UNASKED);
+    let status = pool.status();
+    assert_eq!((status.layers, status.bytes), (0, 0));
+    assert!(pool.state().unwrap().chunks.is_empty());
+}
