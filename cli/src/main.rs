@@ -63,13 +63,22 @@ fn main() -> ExitCode {
     #[cfg(any(feature = "head", feature = "worker"))]
     if command.computes() {
         environment::ensure();
+        let code = exit_code(run(command));
+        // What cannot be written now cannot be reported either.
+        drop(std::io::Write::flush(&mut std::io::stdout()));
+        kvsplice_model::leave(code);
     }
-    let Err(error) = run(command) else { return ExitCode::SUCCESS };
+    ExitCode::from(exit_code(run(command)))
+}
+
+/// Says what went wrong, if anything did.
+fn exit_code(result: anyhow::Result<()>) -> u8 {
+    let Err(error) = result else { return 0 };
     if failure::is_broken_pipe(&error) {
-        return ExitCode::SUCCESS;
+        return 0;
     }
     eprintln!("kvsplice: {}", failure::one_line(&error));
-    ExitCode::from(failure::exit_code(&error))
+    failure::exit_code(&error)
 }
 
 fn run(command: Command) -> anyhow::Result<()> {

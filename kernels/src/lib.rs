@@ -20,6 +20,7 @@ mod device;
 pub mod memory;
 mod parallel;
 pub mod place;
+pub mod process;
 #[cfg(feature = "libtorch")]
 pub mod product;
 pub mod quantize;

@@ -35,6 +35,7 @@ use kvsplice_kv::ModelDigest;
 pub use compute::Compute;
 pub use config::Config;
 pub use decoder::Decoder;
+pub use kvsplice_kernels::process::leave;
 pub use spec::{Dtype, Spec, home};
 pub use template::ChatTemplate;
 pub use tokenizer::Tokenizer;

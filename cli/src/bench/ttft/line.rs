@@ -18,7 +18,7 @@ impl Line {
         let mean = |of: fn(&(f64, f64)) -> f64| points.iter().map(of).sum::<f64>() / count;
         let (share, time) = (mean(|point| point.0), mean(|point| point.1));
         let spread: f64 = points.iter().map(|point| (point.0 - share).powi(2)).sum();
-        if points.len() < 3 || spread == 0.0 {
+        if points.len() < 3 || spread < 1e-12 {
             return None;
         }
         let slope = points.iter().map(|point| (point.0 - share) * (point.1 - time)).sum::<f64>() / spread;
