@@ -211,7 +211,7 @@ impl Bench {
         let mut runs = self.contestants();
         for runs in &runs {
             output::note(format_args!("warm-up: {}", runs.name));
-            self.answer(session, runs.options.clone(), stop).await?;
+            self.answer(session, runs.options, stop).await?;
         }
         let mut random = Random(self.flags.seed);
         let mut order = Vec::new();
@@ -220,7 +220,7 @@ impl Bench {
             let first = random.below(count);
             for turn in 0..count {
                 let Some(runs) = runs.get_mut((first + turn) % count) else { continue };
-                let answer = self.answer(session, runs.options.clone(), stop).await?;
+                let answer = self.answer(session, runs.options, stop).await?;
                 self.check(&answer.receipt)?;
                 let ttft_ms = answer.first_token.as_secs_f64() * 1e3;
                 output::note(format_args!("round {round}: {} {ttft_ms:.0} ms", runs.name));
