@@ -145,6 +145,15 @@ fn bandwidth_gbs(spec: &Spec) -> Result<f64, kvsplice_model::Error> {
     }
 }
 
+/// Every run computes all that its strategy computes: nothing is kept from the run before.
+fn options(strategy: Strategy) -> Options {
+    Options { prefix_cache: false, ..Options::of(strategy) }
+}
+
+fn clip(ratio: f32) -> Options {
+    Options { ratio, ..options(Strategy::Clip) }
+}
+
 struct Bench {
     flags: TtftFlags,
     config: Config,
@@ -167,17 +176,11 @@ impl Bench {
 
     /// What is measured: every strategy, and clip at each further ratio.
     fn contestants(&self) -> Vec<Runs> {
-        // Every run computes all that its strategy computes: nothing is kept from the run before.
-        let runs = |name: String, strategy: Strategy, ratio: f32| Runs {
-            name,
-            options: Options { ratio, prefix_cache: false, ..Options::of(strategy) },
-            answers: Vec::new(),
-        };
         let of_strategy = |&strategy: &Strategy| {
-            let ratio = if strategy == Strategy::Clip { self.flags.ratio } else { Options::of(strategy).ratio };
-            runs(strategy.to_string(), strategy, ratio)
+            let options = if strategy == Strategy::Clip { clip(self.flags.ratio) } else { options(strategy) };
+            Runs { name: strategy.to_string(), options, answers: Vec::new() }
         };
-        let of_ratio = |&ratio: &f32| runs(format!("clip:{ratio}"), Strategy::Clip, ratio);
+        let of_ratio = |&ratio: &f32| Runs { name: format!("clip:{ratio}"), options: clip(ratio), answers: Vec::new() };
         STRATEGIES.iter().map(of_strategy).chain(self.flags.ratios.iter().map(of_ratio)).collect()
     }
 
@@ -205,7 +208,7 @@ impl Bench {
         output::note("measuring the matrix-product peak");
         let peak = on_compute_thread(move || Ok(matmul_gflops(&spec)?)).await?;
         output::note("encoding the chunks (not timed)");
-        self.answer(session, Options::of(Strategy::Clip), stop).await?;
+        self.answer(session, clip(self.flags.ratio), stop).await?;
         output::note("measuring encoding");
         let encode_seconds = self.encode(session).await?;
         let mut runs = self.contestants();
