@@ -18,6 +18,8 @@ mod data;
 #[cfg(feature = "libtorch")]
 mod device;
 pub mod memory;
+#[cfg(feature = "libtorch")]
+pub mod norm;
 mod parallel;
 pub mod place;
 pub mod process;

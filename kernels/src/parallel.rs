@@ -11,10 +11,16 @@ pub(crate) fn threads() -> usize {
 /// so that work that grows with the index ends evenly, and a thread that is done takes the next one: which thread does
 /// what varies, so results must not depend on it. `body` must not panic: that aborts.
 pub(crate) fn for_each<F: Fn(usize) + Sync>(end: usize, body: F) {
+    for_each_with(end, || (), |(), index| body(index));
+}
+
+/// As [`for_each`], with something of each thread's own.
+pub(crate) fn for_each_with<S>(end: usize, new: impl Fn() -> S + Sync, body: impl Fn(&mut S, usize) + Sync) {
     let left = AtomicUsize::new(end);
     pool::start(threads().min(end), &|_thread: usize| {
+        let mut own = new();
         while let Ok(index) = left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)) {
-            body(index - 1);
+            body(&mut own, index - 1);
         }
     });
 }

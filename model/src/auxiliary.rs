@@ -1,18 +1,20 @@
 //! The auxiliary model's scores: how much the question's rows attend to each token of each chunk.
 //!
 //! Source: CacheClip (arXiv 2510.10129), scoring. Each chunk stands alone behind the prefix at chunk-local
-//! positions; only the question's rows are computed, once a chunk, all chunks in one batch. Chunks are padded to the
-//! longest; the mask hides padding, so padding changes no score.
+//! positions; only the question's rows are computed, once a chunk, all chunks in one batch. No chunk is padded.
 
+use std::ops::Range;
 use std::sync::Arc;
 
+use kvsplice_kernels::attention::{Sequence, View, attend};
 use kvsplice_kernels::rope::Rotation;
 use kvsplice_kv::options::{Depth, Reduce, Softmax};
 use tch::{Kind, Tensor};
 
+use crate::attention::logits;
+use crate::cache::KvCache;
 pub use crate::encode::{ChunkKv, encode};
-use crate::stored::StoredLayer;
-use crate::{Decoder, Error};
+use crate::{Config, Decoder, Error};
 
 /// What to score.
 #[derive(Clone, Debug)]
@@ -36,43 +38,41 @@ pub struct Scoring {
     request: ScoreRequest,
     /// `[chunks · question, hidden]`
     hidden: Tensor,
-    rotations: Rotations,
-    /// `[chunks, 1, group · question, keys]`: 0 where a row may look, −∞ else; keys are prefix, chunk, question.
-    mask: Tensor,
-    /// Of each chunk token, its row in `[chunks · keys]`.
-    places: Tensor,
+    /// KV of the layer in hand. Each chunk has a sequence of its own there: prefix, chunk, question.
+    cache: KvCache,
+    /// The slots of each sequence.
+    sequences: Vec<Range<u32>>,
+    stored: Rows,
+    question: Rows,
+    /// Last slots of the question's rows within their sequence, by sequence.
+    last: Vec<Vec<u32>>,
+    /// `[question, 1, question]`: −∞ where a row of the question must not look, 0 else.
+    future: Tensor,
+    prefix: u32,
     layer: u32,
-    scored: std::ops::Range<u32>,
-    /// `[chunks, longest]`, f32, summed over the scored layers.
-    scores: Tensor,
-    shape: Shape,
+    scored: Range<u32>,
+    /// `[tokens]` of each chunk, f32, summed over the scored layers.
+    scores: Vec<Tensor>,
 }
 
-/// One layer's stored keys and values.
-struct Stored {
-    /// `[prefix, kv_heads, head_dim]` each.
-    prefix: Option<(Tensor, Tensor)>,
-    /// `[tokens of all chunks, kv_heads, head_dim]` each.
-    chunks: (Tensor, Tensor),
+/// Rows of all sequences.
+struct Rows {
+    /// Slots in the cache, ascending.
+    slots: Vec<u32>,
+    /// To the rows' positions.
+    rotation: Rotation,
 }
 
-struct Rotations {
-    prefix: Option<Rotation>,
-    /// Of all chunks' tokens one after another.
-    chunks: Rotation,
-    /// Of all question rows, chunk by chunk.
-    question: Rotation,
-}
-
-#[derive(Clone, Copy)]
-struct Shape {
-    chunks: i64,
-    prefix: i64,
-    longest: i64,
-    question: i64,
-    group: i64,
-    kv_heads: i64,
-    head_dim: i64,
+impl Rows {
+    /// `places` of every sequence: slots, and the position of the first.
+    fn new(decoder: &Decoder, places: impl Iterator<Item = (Range<u32>, u32)>) -> Result<Self, Error> {
+        let (mut slots, mut positions) = (Vec::new(), Vec::new());
+        for (range, position) in places {
+            positions.extend(position..position + range.len() as u32);
+            slots.extend(range);
+        }
+        Ok(Self { slots, rotation: decoder.rotation(&positions)? })
+    }
 }
 
 impl Scoring {
@@ -94,61 +94,50 @@ impl Scoring {
         }
         let prefix = request.prefix_kv.as_ref().map_or(0, |kv| kv.tokens);
         let question = request.question_ids.len() as u32;
-        let lengths: Vec<u32> = request.chunk_kv.iter().map(|kv| kv.tokens).collect();
-        let longest = lengths.iter().copied().max().unwrap_or(0);
-        let chunk_positions: Vec<u32> = lengths.iter().flat_map(|&tokens| prefix..prefix + tokens).collect();
-        let question_positions: Vec<u32> =
-            lengths.iter().flat_map(|&tokens| prefix + tokens..prefix + tokens + question).collect();
-        let shape = Shape {
-            chunks: lengths.len() as i64,
-            prefix: i64::from(prefix),
-            longest: i64::from(longest),
-            question: i64::from(question),
-            group: i64::from(config.heads / config.kv_heads),
-            kv_heads: i64::from(config.kv_heads),
-            head_dim: i64::from(config.head_dim),
-        };
-        let prefix_positions: Vec<u32> = (0..prefix).collect();
+        let mut sequences: Vec<Range<u32>> = Vec::with_capacity(request.chunk_kv.len());
+        for kv in &request.chunk_kv {
+            let first = sequences.last().map_or(0, |sequence| sequence.end);
+            sequences.push(first..first + prefix + kv.tokens + question);
+        }
+        let asked = |sequence: &Range<u32>| (sequence.end - question..sequence.end, sequence.len() as u32 - question);
+        let slots = sequences.last().map_or(0, |sequence| sequence.end);
+        let one_layer = Config { layers: 1, ..config.clone() };
+        let empty = |kv: &Arc<ChunkKv>| Tensor::f_zeros([i64::from(kv.tokens)], (Kind::Float, tch::Device::Cpu));
+        let square = [i64::from(question), i64::from(question)];
         Ok(Self {
-            hidden: decoder.embed(&request.question_ids.repeat(lengths.len()))?,
-            rotations: Rotations {
-                prefix: if prefix == 0 { None } else { Some(decoder.rotation(&prefix_positions)?) },
-                chunks: decoder.rotation(&chunk_positions)?,
-                question: decoder.rotation(&question_positions)?,
-            },
-            mask: mask(&lengths, shape, decoder.dtype().kind())?,
-            places: places(&lengths, shape)?,
+            hidden: decoder.embed(&request.question_ids.repeat(sequences.len()))?,
+            cache: KvCache::new(&one_layer, slots, decoder.dtype().kind(), decoder.device())?,
+            stored: Rows::new(decoder, sequences.iter().map(|sequence| (sequence.start..sequence.end - question, 0)))?,
+            question: Rows::new(decoder, sequences.iter().map(asked))?,
+            last: sequences
+                .iter()
+                .map(|sequence| asked(sequence).1..sequence.len() as u32)
+                .map(Vec::from_iter)
+                .collect(),
+            future: Tensor::f_full(square, f64::NEG_INFINITY, (Kind::Float, tch::Device::Cpu))?
+                .f_triu(1)?
+                .f_unsqueeze(1)?,
+            prefix,
             layer: 0,
             scored: request.layers.indices(config.layers),
-            scores: Tensor::f_zeros([shape.chunks, shape.longest], (Kind::Float, tch::Device::Cpu))?,
+            scores: request.chunk_kv.iter().map(empty).collect::<Result<_, _>>()?,
+            sequences,
             request,
-            shape,
         })
     }
 
     /// Computes one layer. Returns whether it was the last one needed.
     pub fn advance(&mut self, decoder: &Decoder) -> Result<bool, Error> {
         let last = self.layer + 1 == self.scored.end;
-        let scored = self.scored.contains(&self.layer);
-        let Shape { chunks, question, group, kv_heads, head_dim, .. } = self.shape;
-        let kind = decoder.dtype().kind();
-        let qkv = decoder.qkv(self.layer, &self.hidden)?;
-        let stored = self.stored()?;
-        let keys = self.keys(&stored, &self.rotations.question.apply(&qkv.key)?, kind)?;
-        let query = self.rotations.question.apply(&qkv.query)?;
-        // [chunks · question, heads, dim] → [chunks, kv_heads, group · question, dim]
-        let query = query.f_view([chunks, question, kv_heads, group, head_dim])?.f_permute([0, 2, 3, 1, 4])?;
-        let query = query.f_reshape([chunks, kv_heads, group * question, head_dim])?;
-        if scored {
-            self.score(&query, &keys)?;
+        let rows = decoder.project(self.layer, &self.hidden, &self.question.rotation)?;
+        self.place()?;
+        self.cache.write(0, &self.question.slots, &rows.rotated_key, &rows.value)?;
+        if self.scored.contains(&self.layer) {
+            self.score(&rows.query)?;
         }
         if !last {
-            let values = self.values(&stored, &qkv.value, kind)?;
-            let mask = Some(&self.mask);
-            let output = Tensor::f_scaled_dot_product_attention(&query, &keys, &values, mask, 0.0, false, None, false)?;
-            let output = output.f_view([chunks, kv_heads, group, question, head_dim])?.f_permute([0, 3, 1, 2, 4])?;
-            let output = output.f_reshape([chunks * question, kv_heads * group, head_dim])?;
-            self.hidden = decoder.finish(self.layer, &self.hidden, &output)?;
+            let attention = self.attend(&rows.query)?;
+            self.hidden = decoder.finish(self.layer, &self.hidden, &attention)?;
         }
         self.layer += 1;
         Ok(last)
@@ -157,90 +146,76 @@ impl Scoring {
     /// One score a token of each chunk: mean or maximum over the question's rows and over heads, summed over the scored layers.
     /// Call it when [`Scoring::advance`] has said that it is done. Fails when a score is not a number.
     pub fn finish(self) -> Result<Vec<Vec<f32>>, Error> {
-        let mut all = vec![0f32; self.scores.numel()];
-        self.scores.f_contiguous()?.f_copy_data(&mut all, self.scores.numel())?;
-        let rows = all.chunks(self.shape.longest.max(1) as usize);
-        let scores: Vec<Vec<f32>> = rows
-            .zip(&self.request.chunk_kv)
-            .map(|(row, kv)| row.iter().take(kv.tokens as usize).copied().collect())
-            .collect();
+        let mut scores = Vec::with_capacity(self.scores.len());
+        for tensor in &self.scores {
+            let mut numbers = vec![0f32; tensor.numel()];
+            tensor.f_contiguous()?.f_copy_data(&mut numbers, tensor.numel())?;
+            scores.push(numbers);
+        }
         if scores.iter().flatten().any(|score| !score.is_finite()) {
             return Err(Error::NonFinite("auxiliary scores"));
         }
         Ok(scores)
     }
 
-    /// This layer's stored KV: of the prefix, and of all chunks one after another. Keys in f32, values as stored.
-    fn stored(&self) -> Result<Stored, Error> {
+    /// Puts this layer's stored KV where the last layer's was.
+    fn place(&mut self) -> Result<(), Error> {
         let layer = |kv: &Arc<ChunkKv>| {
             let missing = || Error::Argument(format!("layer {} of a chunk of {}", self.layer, kv.layout));
             kv.layer(self.layer).ok_or_else(missing)
         };
-        let prefix = match &self.request.prefix_kv {
-            Some(kv) => Some(layer(kv)?.tensors()?),
-            None => None,
-        };
+        let prefix = self.request.prefix_kv.as_ref().map(layer).transpose()?;
         let chunks = self.request.chunk_kv.iter().map(layer).collect::<Result<Vec<_>, _>>()?;
-        let chunks = StoredLayer::join(&chunks)?
-            .ok_or_else(|| Error::Argument("scoring needs at least one chunk".to_owned()))?;
-        Ok(Stored { prefix, chunks })
+        let pieces: Vec<_> = chunks.iter().flat_map(|chunk| prefix.iter().chain([chunk])).map(|kv| (kv, 0)).collect();
+        self.cache.place(0, &self.stored.slots, &pieces, &self.stored.rotation)
     }
 
-    /// `[chunks, kv_heads, prefix + longest + question, head_dim]`, rotated.
-    fn keys(&self, stored: &Stored, question: &Tensor, kind: Kind) -> Result<Tensor, Error> {
-        let prefix = match (&stored.prefix, &self.rotations.prefix) {
-            (Some((keys, _)), Some(rotation)) => Some(rotation.apply(keys)?.f_to_kind(kind)?),
-            _ => None,
+    /// `[chunks · question, heads, head_dim]`
+    fn attend(&self, query: &Tensor) -> Result<Tensor, Error> {
+        let (keys, values) = self.cache.layer(0);
+        let cut = |tensor: &Tensor| -> Result<Vec<Tensor>, Error> {
+            let own = |slots: &Range<u32>| Ok(tensor.f_narrow(0, slots.start.into(), slots.len() as i64)?);
+            self.sequences.iter().map(own).collect()
         };
-        let chunks = self.rotations.chunks.apply(&stored.chunks.0)?.f_to_kind(kind)?;
-        self.batch(prefix, &chunks, question)
-    }
-
-    /// As [`Scoring::keys`], for values.
-    fn values(&self, stored: &Stored, question: &Tensor, kind: Kind) -> Result<Tensor, Error> {
-        let prefix = match &stored.prefix {
-            Some((_, values)) => Some(values.f_to_kind(kind)?),
-            None => None,
-        };
-        self.batch(prefix, &stored.chunks.1.f_to_kind(kind)?, question)
-    }
-
-    /// Pads the chunks to the longest and puts the prefix before and the question's rows behind each.
-    fn batch(&self, prefix: Option<Tensor>, chunks: &Tensor, question: &Tensor) -> Result<Tensor, Error> {
-        let Shape { chunks: count, prefix: prefix_tokens, longest, question: rows, kv_heads, head_dim, .. } =
-            self.shape;
-        let keys = prefix_tokens + longest + rows;
-        let batch = Tensor::f_zeros([count, keys, kv_heads, head_dim], (question.kind(), tch::Device::Cpu))?;
-        if let Some(prefix) = prefix {
-            batch.f_narrow(1, 0, prefix_tokens)?.f_copy_(&prefix.f_unsqueeze(0)?)?;
-        }
-        drop(batch.f_view([count * keys, kv_heads, head_dim])?.f_index_copy_(0, &self.places, chunks)?);
-        let question = question.f_reshape([count, rows, kv_heads, head_dim])?;
-        batch.f_narrow(1, prefix_tokens + longest, rows)?.f_copy_(&question)?;
-        Ok(batch.f_transpose(1, 2)?)
+        let (keys, values) = (cut(keys)?, cut(values)?);
+        let sequences = keys.iter().zip(&values).zip(&self.last);
+        let sequences: Vec<Sequence<'_>> =
+            sequences.map(|((keys, values), last)| Sequence { keys, values, table: None, last }).collect();
+        Ok(attend(query, &sequences, View::default())?.0)
     }
 
     /// Adds this layer's attention of the question's rows to the chunks' tokens.
-    fn score(&mut self, query: &Tensor, keys: &Tensor) -> Result<(), Error> {
-        let Shape { prefix, longest, head_dim, .. } = self.shape;
-        let logits = query.f_matmul(&keys.f_transpose(2, 3)?)?.f_to_kind(Kind::Float)?;
-        let logits = logits.f_mul_scalar(1.0 / (head_dim as f64).sqrt())?.f_add(&self.mask)?;
-        let attention = match self.request.softmax {
-            Softmax::Chunk => logits.f_softmax(-1, Kind::Float)?.f_narrow(3, prefix, longest)?,
-            Softmax::Joint => {
-                // One distribution over the tokens of all chunks: the chunk axis joins the key axis.
-                let own = logits.f_narrow(3, prefix, longest)?;
-                let greatest = own.f_amax([0, 3].as_slice(), true)?;
-                let weights = own.f_sub(&greatest)?.f_exp()?;
-                let total = weights.f_sum_dim_intlist([0, 3].as_slice(), true, Kind::Float)?;
-                weights.f_div(&total)?
-            }
-        };
-        let reduced = match self.request.reduce {
-            Reduce::Mean => attention.f_mean_dim([1, 2].as_slice(), false, Kind::Float)?,
-            Reduce::Max => attention.f_amax([1, 2].as_slice(), false)?,
-        };
-        self.scores = self.scores.f_add(&reduced)?;
+    fn score(&mut self, query: &Tensor) -> Result<(), Error> {
+        let question = self.request.question_ids.len() as i64;
+        let prefix = i64::from(self.prefix);
+        let mut own = Vec::with_capacity(self.sequences.len());
+        for (index, slots) in self.sequences.iter().enumerate() {
+            let keys = self.cache.layer(0).0.f_narrow(0, slots.start.into(), slots.len() as i64)?;
+            // [question, heads, keys]
+            let all = logits(&query.f_narrow(0, index as i64 * question, question)?, &keys)?;
+            let tokens = slots.len() as i64 - prefix - question;
+            let all = match self.request.softmax {
+                Softmax::Joint => all,
+                Softmax::Chunk => {
+                    drop(all.f_narrow(2, prefix + tokens, question)?.f_add_(&self.future)?);
+                    all.f_softmax(-1, Kind::Float)?
+                }
+            };
+            own.push(all.f_narrow(2, prefix, tokens)?);
+        }
+        if self.request.softmax == Softmax::Joint {
+            // One distribution over the tokens of all chunks.
+            let joint = Tensor::f_cat(&own, 2)?.f_softmax(-1, Kind::Float)?;
+            let sizes: Vec<i64> = own.iter().map(|own| own.size()[2]).collect();
+            own = joint.f_split_with_sizes(sizes, 2)?;
+        }
+        for (sum, attention) in self.scores.iter_mut().zip(own) {
+            let reduced = match self.request.reduce {
+                Reduce::Mean => attention.f_mean_dim([0, 1].as_slice(), false, Kind::Float)?,
+                Reduce::Max => attention.f_amax([0, 1].as_slice(), false)?,
+            };
+            *sum = sum.f_add(&reduced)?;
+        }
         Ok(())
     }
 }
@@ -250,30 +225,4 @@ pub fn score(decoder: &Decoder, request: ScoreRequest) -> Result<Vec<Vec<f32>>, 
     let mut scoring = Scoring::new(decoder, request)?;
     while !scoring.advance(decoder)? {}
     scoring.finish()
-}
-
-/// Of each chunk token, its row in a batch of `[chunks · (prefix + longest + question)]`.
-fn places(lengths: &[u32], shape: Shape) -> Result<Tensor, Error> {
-    let keys = shape.prefix + shape.longest + shape.question;
-    let first = |chunk: usize| chunk as i64 * keys + shape.prefix;
-    let rows = lengths.iter().enumerate().flat_map(|(chunk, &tokens)| first(chunk)..first(chunk) + i64::from(tokens));
-    Ok(Tensor::f_from_slice(&rows.collect::<Vec<i64>>())?)
-}
-
-fn mask(lengths: &[u32], shape: Shape, kind: Kind) -> Result<Tensor, Error> {
-    let Shape { chunks, prefix, longest, question, group, .. } = shape;
-    let int = (Kind::Int64, tch::Device::Cpu);
-    let keys = prefix + longest + question;
-    let mask = Tensor::f_zeros([chunks, question, keys], (kind, tch::Device::Cpu))?;
-    // The question sees itself causally.
-    let rows = Tensor::f_arange(question, int)?;
-    let future = rows.f_unsqueeze(0)?.f_gt_tensor(&rows.f_unsqueeze(1)?)?;
-    drop(mask.f_narrow(2, prefix + longest, question)?.f_masked_fill_(&future, f64::NEG_INFINITY)?);
-    // Nobody sees padding.
-    let lengths: Vec<i64> = lengths.iter().map(|&tokens| i64::from(tokens)).collect();
-    let padding = Tensor::f_arange(longest, int)?
-        .f_unsqueeze(0)?
-        .f_ge_tensor(&Tensor::f_from_slice(&lengths)?.f_unsqueeze(1)?)?;
-    drop(mask.f_narrow(2, prefix, longest)?.f_masked_fill_(&padding.f_unsqueeze(1)?, f64::NEG_INFINITY)?);
-    Ok(mask.f_unsqueeze(1)?.f_repeat([1, 1, group, 1])?)
 }

@@ -3,17 +3,16 @@
 //! The same code serves full and sparse prefill, decode, encoding and the auxiliary model: a batch is a list of
 //! segments, each a run of rows of one sequence with its slots. It does not know why a row is computed.
 
-use kvsplice_kernels::activation::silu_mul;
 use kvsplice_kernels::attention::{Sequence, View};
-use kvsplice_kernels::cuda::computes;
-use kvsplice_kernels::cuda::elementwise::{gated, rms_norm};
+use kvsplice_kernels::cuda::elementwise;
 use kvsplice_kernels::memory::release_unused;
-use kvsplice_kernels::product::{FEW_ROWS, few_rows};
+use kvsplice_kernels::norm::rms_norm;
 use kvsplice_kernels::rope::{RopeTable, Rotation};
 use tch::{Device, Kind, Tensor};
 
 use crate::attention::{TwoPart, attend};
 use crate::cache::{KvCache, indices, on_device};
+use crate::matrix::{Gates, Matrix, fused, product};
 use crate::weights::{LayerWeights, Weights};
 use crate::{Config, Dtype, Error};
 
@@ -34,21 +33,17 @@ pub fn joined(mut pieces: Vec<Tensor>) -> Result<Tensor, Error> {
     }
 }
 
-/// Widths that a GPU's own kernels take are multiples of this.
-const FUSED_WIDTH_STEP: i64 = 8;
-
 #[derive(Debug)]
 struct Layer {
     attention_norm: Tensor,
     /// `[(heads + 2 · kv_heads) · head_dim, hidden]`
-    qkv: Tensor,
+    qkv: Matrix,
     qkv_bias: Option<Tensor>,
     qk_norm: Option<[Tensor; 2]>,
-    output: Tensor,
+    output: Matrix,
     mlp_norm: Tensor,
-    /// `[2 · intermediate, hidden]`
-    gate_up: Tensor,
-    down: Tensor,
+    gates: Gates,
+    down: Matrix,
 }
 
 /// The weights of a model in memory.
@@ -303,7 +298,7 @@ impl Decoder {
         let weights = &self.layers[layer as usize];
         let dim = i64::from(self.config.head_dim);
         let normed = self.rms_norm(hidden, &weights.attention_norm)?;
-        let all = product(&normed, &weights.qkv, None)?.f_view([hidden.size()[0], -1, dim])?;
+        let all = weights.qkv.product(&normed, None)?.f_view([hidden.size()[0], -1, dim])?;
         let mut queries = Vec::with_capacity(segments.len());
         let mut first = 0;
         for segment in segments.iter_mut() {
@@ -358,8 +353,7 @@ impl Decoder {
         let dim = i64::from(self.config.head_dim);
         let (heads, kv_heads) = (i64::from(self.config.heads), i64::from(self.config.kv_heads));
         let normed = self.rms_norm(hidden, &weights.attention_norm)?;
-        let all =
-            product(&normed, &weights.qkv, weights.qkv_bias.as_ref())?.f_view([rows, heads + 2 * kv_heads, dim])?;
+        let all = weights.qkv.product(&normed, weights.qkv_bias.as_ref())?.f_view([rows, heads + 2 * kv_heads, dim])?;
         let mut query = all.f_narrow(1, 0, heads)?;
         let mut key = all.f_narrow(1, heads, kv_heads)?;
         if let Some([query_norm, key_norm]) = &weights.qk_norm {
@@ -373,11 +367,9 @@ impl Decoder {
     pub fn finish(&self, layer: u32, hidden: &Tensor, attention: &Tensor) -> Result<Tensor, Error> {
         let weights = &self.layers[layer as usize];
         let rows = hidden.size()[0];
-        let mut hidden = product(&attention.f_reshape([rows, -1])?, &weights.output, None)?.f_add_(hidden)?;
+        let hidden = weights.output.sum(&attention.f_reshape([rows, -1])?, hidden)?;
         let normed = self.rms_norm(&hidden, &weights.mlp_norm)?;
-        let gate_up = product(&normed, &weights.gate_up, None)?;
-        let inner = if self.fused(i64::from(self.config.intermediate)) { gated(&gate_up)? } else { silu_mul(gate_up)? };
-        Ok(hidden.f_add_(&product(&inner, &weights.down, None)?)?)
+        weights.down.sum(&weights.gates.product(&normed)?, &hidden)
     }
 
     /// `[rows, hidden]` after the last layer → logits `[rows, vocabulary]`, f32.
@@ -386,38 +378,21 @@ impl Decoder {
         Ok(logits.f_to_kind(Kind::Float)?)
     }
 
-    /// Whether the device's own kernels take rows of this width.
-    fn fused(&self, width: i64) -> bool {
-        computes(self.dtype.kind(), self.device) && width % FUSED_WIDTH_STEP == 0
-    }
-
     fn rms_norm(&self, hidden: &Tensor, weight: &Tensor) -> Result<Tensor, Error> {
-        if self.fused(weight.size()[0]) && hidden.is_contiguous() {
-            return Ok(rms_norm(hidden, weight, self.config.norm_eps)?);
+        if fused(self.dtype.kind(), self.device, weight.size()[0]) && hidden.is_contiguous() {
+            return Ok(elementwise::rms_norm(hidden, weight, self.config.norm_eps)?);
         }
-        Ok(hidden.f_rms_norm(weight.size(), Some(weight), self.config.norm_eps)?)
+        Ok(rms_norm(hidden, weight, self.config.norm_eps)?)
     }
-}
-
-/// rows · weightᵀ + bias. `rows`: `[rows, in]`, `weight`: `[out, in]`.
-fn product(rows: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor, Error> {
-    let count = rows.size()[0];
-    if rows.device() != Device::Cpu || count > FEW_ROWS {
-        return Ok(rows.f_linear(weight, bias)?);
-    }
-    let mut product = few_rows(rows, weight)?;
-    Ok(match bias {
-        Some(bias) => product.f_add_(bias)?,
-        None => product,
-    })
 }
 
 impl Layer {
     fn new(weights: LayerWeights, kind: Kind, device: Device) -> Result<Self, Error> {
         let convert = |tensor: &Tensor| tensor.f_to_device(device)?.f_to_kind(kind);
+        let matrix = |tensor: &Tensor| Matrix::new(tensor, kind, device);
         Ok(Self {
             attention_norm: convert(&weights.attention_norm)?,
-            qkv: convert(&Tensor::f_cat(&[weights.query, weights.key, weights.value], 0)?)?,
+            qkv: matrix(&Tensor::f_cat(&[weights.query, weights.key, weights.value], 0)?)?,
             qkv_bias: match &weights.qkv_bias {
                 Some(biases) => Some(convert(&Tensor::f_cat(biases, 0)?)?),
                 None => None,
@@ -426,10 +401,10 @@ impl Layer {
                 Some([query, key]) => Some([convert(query)?, convert(key)?]),
                 None => None,
             },
-            output: convert(&weights.output)?,
+            output: matrix(&weights.output)?,
             mlp_norm: convert(&weights.mlp_norm)?,
-            gate_up: convert(&Tensor::f_cat(&[weights.gate, weights.up], 0)?)?,
-            down: convert(&weights.down)?,
+            gates: Gates::new(&weights.gate, &weights.up, kind, device)?,
+            down: matrix(&weights.down)?,
         })
     }
 }

@@ -16,6 +16,7 @@ pub mod encode;
 mod gguf;
 pub mod gpu;
 mod hub;
+mod matrix;
 pub mod measure;
 mod random;
 pub mod sampling;

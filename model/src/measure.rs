@@ -8,28 +8,29 @@ use tch::{Device, Kind, Tensor};
 
 use crate::{Dtype, Error};
 
-/// The median time of one run, in seconds, over `span` of runs after a warm-up of a third of that: the rate that the
-/// machine sustains, which is what a prefill of seconds can reach. A burst is faster by a tenth or more.
-fn median(span: Duration, mut run: impl FnMut() -> Result<(), Error>) -> Result<f64, Error> {
+/// The mean time of one run, in seconds, over `span` of runs after a warm-up of a third of that: the rate that the machine
+/// sustains, with the time that others take from it, which is what a prefill of seconds can reach. A burst is faster by a
+/// tenth or more.
+fn sustained(span: Duration, mut run: impl FnMut() -> Result<(), Error>) -> Result<f64, Error> {
     let warm = Instant::now();
     while warm.elapsed() < span / 3 {
         run()?;
     }
-    let mut times = Vec::new();
-    let measured = Instant::now();
-    while measured.elapsed() < span || times.len() < 3 {
-        let start = Instant::now();
+    let (measured, mut runs) = (Instant::now(), 0u32);
+    while measured.elapsed() < span || runs < 3 {
         run()?;
-        times.push(start.elapsed().as_secs_f64());
+        runs += 1;
     }
-    times.sort_by(f64::total_cmp);
-    Ok(times[times.len() / 2])
+    Ok(measured.elapsed().as_secs_f64() / f64::from(runs))
 }
 
 /// Rows, inner size and columns of the products that the peak is the best of: tall, square and wide.
 const PRODUCTS: [(i64, i64, i64); 4] = [(1024, 896, 1152), (1024, 896, 9728), (2048, 2048, 2048), (1024, 4096, 4096)];
 
-/// GFLOPS of the library's matrix product in `dtype`, sustained.
+/// How long each ceiling is measured.
+const SPAN: Duration = Duration::from_secs(1);
+
+/// GFLOPS of the library's matrix product in `dtype`, sustained, at the best of some shapes.
 pub fn matmul_gflops(dtype: Dtype) -> Result<f64, Error> {
     let none: Option<Tensor> = None;
     let mut best = 0.0f64;
@@ -37,7 +38,7 @@ pub fn matmul_gflops(dtype: Dtype) -> Result<f64, Error> {
         let left = Tensor::f_ones([rows, inner], (dtype.kind(), Device::Cpu))?;
         let right = Tensor::f_ones([columns, inner], (dtype.kind(), Device::Cpu))?;
         let product = || left.f_linear(&right, none.as_ref()).map(drop).map_err(Error::from);
-        let seconds = median(Duration::from_secs(2), product)?;
+        let seconds = sustained(SPAN, product)?;
         best = best.max(2.0 * (rows * inner * columns) as f64 / seconds / 1e9);
     }
     Ok(best)
@@ -49,7 +50,7 @@ pub fn read_bandwidth_gbs() -> Result<f64, Error> {
     let numbers: i64 = 512 << 20;
     let data = Tensor::f_ones([numbers / READ_WIDTH, READ_WIDTH], (Kind::Float, Device::Cpu))?;
     let vector = Tensor::f_ones([READ_WIDTH], (Kind::Float, Device::Cpu))?;
-    let seconds = median(Duration::from_secs(1), || data.f_mv(&vector).map(drop).map_err(Error::from))?;
+    let seconds = sustained(SPAN, || data.f_mv(&vector).map(drop).map_err(Error::from))?;
     Ok(4.0 * numbers as f64 / seconds / 1e9)
 }
 

@@ -90,44 +90,6 @@ impl StoredLayer {
             value_scales: &scales.values,
         })
     }
-
-    /// Keys in f32 (to be rotated) and values, each `[tokens, kv_heads, head_dim]`. Fails when the bytes do not fit the
-    /// layout.
-    pub(crate) fn tensors(&self) -> Result<(Tensor, Tensor), Error> {
-        let Self { layout, tokens, .. } = self;
-        let shape = [i64::from(*tokens), i64::from(layout.kv_heads), i64::from(layout.head_dim)];
-        let scales = self.scales()?;
-        let stored = self.rows(0, &scales)?;
-        match format(layout.encoding) {
-            Err(kind) => {
-                let keys = Tensor::f_from_data_size(stored.keys, &shape, kind)?.f_to_kind(Kind::Float)?;
-                Ok((keys, Tensor::f_from_data_size(stored.values, &shape, kind)?))
-            }
-            Ok(format) => {
-                let mut numbers = vec![0f32; stored.rows.len() * layout.kv_heads as usize * layout.head_dim as usize];
-                let whole = quantized(layout, *tokens);
-                quantize::decode_keys(format, stored.keys, &scales.keys, whole, stored.rows.clone(), &mut numbers)?;
-                let keys = Tensor::f_from_slice(&numbers)?.f_view(shape)?;
-                quantize::decode_values(format, stored.values, &scales.values, whole, stored.rows, &mut numbers)?;
-                Ok((keys, Tensor::f_from_slice(&numbers)?.f_view(shape)?))
-            }
-        }
-    }
-
-    /// Several chunks one after another, as [`StoredLayer::tensors`] gives them; `None` for no chunk. Encodings may differ.
-    pub(crate) fn join<'a>(chunks: impl IntoIterator<Item = &'a Self>) -> Result<Option<(Tensor, Tensor)>, Error> {
-        let mut pieces = chunks.into_iter().map(Self::tensors).collect::<Result<Vec<_>, _>>()?;
-        if pieces.len() <= 1 {
-            return Ok(pieces.pop());
-        }
-        let first = pieces.first().map(|(_, values)| values.kind());
-        let one_kind = pieces.iter().all(|(_, values)| Some(values.kind()) == first);
-        let (keys, mut values): (Vec<Tensor>, Vec<Tensor>) = pieces.into_iter().unzip();
-        if !one_kind {
-            values = values.iter().map(|values| values.f_to_kind(Kind::Float)).collect::<Result<_, _>>()?;
-        }
-        Ok(Some((Tensor::f_cat(&keys, 0)?, Tensor::f_cat(&values, 0)?)))
-    }
 }
 
 /// Scales out of a stored layer, which need not be aligned there.
@@ -161,6 +123,21 @@ mod tests {
     use tch::Device;
 
     use super::*;
+    use crate::Config;
+    use crate::cache::KvCache;
+    use kvsplice_kernels::rope::RopeTable;
+
+    /// What a cache holds once the chunks are placed without a rotation, `[tokens, kv_heads, head_dim]` each.
+    fn placed(chunks: &[&StoredLayer]) -> Result<(Tensor, Tensor), Error> {
+        let tokens = chunks.iter().map(|chunk| chunk.tokens).sum::<u32>();
+        let config = Config { layers: 1, kv_heads: 2, head_dim: 16, ..Config::tiny(64) };
+        let mut cache = KvCache::new(&config, tokens, Kind::Float, Device::Cpu)?;
+        let still = RopeTable::new(&[1.0; 8], 1)?.at(&vec![0; tokens as usize])?;
+        let pieces: Vec<_> = chunks.iter().map(|&chunk| (chunk, 0)).collect();
+        cache.place(0, &Vec::from_iter(0..tokens), &pieces, &still)?;
+        let (keys, values) = cache.layer(0);
+        Ok((keys.narrow(0, 0, tokens.into()), values.narrow(0, 0, tokens.into())))
+    }
 
     fn random(tokens: i64, seed: i64) -> Tensor {
         tch::manual_seed(seed);
@@ -191,7 +168,7 @@ mod tests {
         for (encoding, bound) in bounds {
             for tokens in [1, 63, 64, 65, 200] {
                 let (keys, values, stored) = stored(encoding, tokens);
-                let (got_keys, got_values) = stored.tensors().unwrap();
+                let (got_keys, got_values) = placed(&[&stored]).unwrap();
                 assert!(error(&got_keys, &keys) <= bound, "{encoding}: keys {}", error(&got_keys, &keys));
                 assert!(error(&got_values, &values) <= bound, "{encoding}: values {}", error(&got_values, &values));
             }
@@ -199,23 +176,22 @@ mod tests {
     }
 
     #[test]
-    fn chunks_of_several_encodings_join() {
+    fn chunks_of_several_encodings_lie_one_after_another() {
         let chunks: Vec<StoredLayer> = Encoding::ALL.iter().map(|&encoding| stored(encoding, 70).2).collect();
-        let (keys, values) = StoredLayer::join(&chunks).unwrap().unwrap();
+        let (keys, values) = placed(&chunks.iter().collect::<Vec<_>>()).unwrap();
         assert_eq!((keys.size(), values.size()), (vec![5 * 70, 2, 16], vec![5 * 70, 2, 16]));
         for (index, chunk) in chunks.iter().enumerate() {
-            let (own_keys, own_values) = chunk.tensors().unwrap();
+            let (own_keys, own_values) = placed(&[chunk]).unwrap();
             assert!(keys.narrow(0, index as i64 * 70, 70).equal(&own_keys));
-            assert!(values.narrow(0, index as i64 * 70, 70).equal(&own_values.to_kind(Kind::Float)));
+            assert!(values.narrow(0, index as i64 * 70, 70).equal(&own_values));
         }
-        assert!(StoredLayer::join([]).unwrap().is_none());
     }
 
     #[test]
     fn bytes_that_do_not_fit_are_refused() {
         let (keys, values, stored) = stored(Encoding::Int8, 70);
-        assert!(StoredLayer { tokens: 71, ..stored.clone() }.tensors().is_err());
-        assert!(StoredLayer { bytes: stored.bytes.slice(1..), ..stored.clone() }.tensors().is_err());
+        assert!(placed(&[&StoredLayer { tokens: 71, ..stored.clone() }]).is_err());
+        assert!(placed(&[&StoredLayer { bytes: stored.bytes.slice(1..), ..stored.clone() }]).is_err());
         assert!(StoredLayer::encode(stored.layout, &keys, &values.narrow(0, 0, 69)).is_err());
         let infinite = keys.fill(f64::INFINITY);
         assert!(StoredLayer::encode(stored.layout, &infinite, &values).is_err());

@@ -78,6 +78,16 @@ struct Runs {
     answers: Vec<Answer>,
 }
 
+/// What was measured.
+struct Measured {
+    runs: Vec<Runs>,
+    encode_seconds: f64,
+    /// The ways to answer, in the order of their runs.
+    order: Vec<String>,
+    /// GFLOPS of the matrix product, once a round.
+    peaks: Vec<f64>,
+}
+
 /// Measures and prints one JSON object.
 pub(crate) async fn run(flags: TtftFlags) -> anyhow::Result<()> {
     let folder = tempfile::tempdir()?;
@@ -109,13 +119,13 @@ pub(crate) async fn run(flags: TtftFlags) -> anyhow::Result<()> {
     };
     let peak_rss_mb = peak_rss_mb();
     let closed = session.close().await;
-    let (runs, encode_seconds, order, peak_before) = measured?;
+    let measured = measured?;
     closed?;
     let spec = bench.config.worker.primary.clone();
-    let (peak_after, bandwidth) = on_compute_thread(move || Ok((matmul_gflops(&spec)?, bandwidth_gbs(&spec)?))).await?;
-    let mut report = bench.report(&runs, encode_seconds, peak_before.max(peak_after), bandwidth)?;
+    // Last: it needs more memory than the answers.
+    let bandwidth = on_compute_thread(move || Ok(bandwidth_gbs(&spec)?)).await?;
+    let mut report = bench.report(&measured, bandwidth)?;
     report.insert("peak_rss_mb".into(), json!(peak_rss_mb));
-    report.insert("order".into(), json!(order));
     let report = serde_json::Value::Object(report);
     if flags.json { output::json(&report) } else { output::line(serde_json::to_string_pretty(&report)?) }
 }
@@ -198,15 +208,8 @@ impl Bench {
         generate(session, request, self.timeout, stop, |_| Ok(())).await
     }
 
-    /// Stores the chunks, warms up, then measures. Gives the runs, seconds of encoding, the order, and the peak before.
-    async fn measure(
-        &self,
-        session: &Session,
-        stop: &CancellationToken,
-    ) -> anyhow::Result<(Vec<Runs>, f64, Vec<String>, f64)> {
-        let spec = self.config.worker.primary.clone();
-        output::note("measuring the matrix-product peak");
-        let peak = on_compute_thread(move || Ok(matmul_gflops(&spec)?)).await?;
+    /// Stores the chunks, warms up, then measures: in each round the matrix product's peak, then every way to answer.
+    async fn measure(&self, session: &Session, stop: &CancellationToken) -> anyhow::Result<Measured> {
         output::note("encoding the chunks (not timed)");
         self.answer(session, clip(self.flags.ratio), stop).await?;
         output::note("measuring encoding");
@@ -217,8 +220,12 @@ impl Bench {
             self.answer(session, runs.options, stop).await?;
         }
         let mut random = Random(self.flags.seed);
-        let mut order = Vec::new();
+        let (mut order, mut peaks) = (Vec::new(), Vec::new());
         for round in 1..=self.flags.rounds {
+            let spec = self.config.worker.primary.clone();
+            let peak = on_compute_thread(move || Ok(matmul_gflops(&spec)?)).await?;
+            output::note(format_args!("round {round}: matrix product {peak:.0} GFLOPS"));
+            peaks.push(peak);
             let count = runs.len();
             let first = random.below(count);
             for turn in 0..count {
@@ -231,7 +238,7 @@ impl Bench {
                 runs.answers.push(answer);
             }
         }
-        Ok((runs, encode_seconds, order, peak))
+        Ok(Measured { runs, encode_seconds, order, peaks })
     }
 
     /// A run counts only if the prompt has the promised lengths and its chunks came from the cache.

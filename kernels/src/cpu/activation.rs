@@ -46,7 +46,7 @@ impl<T: Number> Work for SiluMul<'_, T> {
 
 /// x / (1 + e^−x). NaN stays NaN.
 #[inline(always)]
-fn silu(x: f32) -> f32 {
+pub(super) fn silu(x: f32) -> f32 {
     // Beyond ±126 the result is x or as good as 0.
     let power = (x * -std::f32::consts::LOG2_E).clamp(-126.0, 126.0);
     let shifted = power + ROUND;

@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use super::isa::Isa;
 use super::number::{Number, Target};
-use super::tile::{BLOCK_KEYS, Scratch, Tile, padded, portable};
+use super::tile::{BLOCK_KEYS, Part, Scratch, Tile, padded, portable};
 #[cfg(target_arch = "x86_64")]
 use super::tile::{avx2, avx2_narrow, avx512, avx512_narrow};
 use crate::parallel;
@@ -63,11 +63,14 @@ struct Lanes {
     slots: Range<usize>,
 }
 
-/// What a tile, or a part of it, has found; see [`Scratch`].
-struct Part {
-    output: Vec<f32>,
-    greatest: Vec<f32>,
-    total: Vec<f32>,
+/// What a thread keeps from one tile of a call to the next.
+#[derive(Default)]
+struct Own {
+    /// `[padded head][lanes]`
+    query: Vec<f32>,
+    /// By lane, the last slot that it sees.
+    last: Vec<i32>,
+    scratch: Scratch,
 }
 
 impl Isa {
@@ -126,19 +129,18 @@ pub(crate) fn attend<Q: Number, T: Number>(isa: Isa, call: &Call<'_, Q, T>, outp
     }
     let output = Output { numbers: Target::new(output), sums: Target::new(sums) };
     if parts.len() == lanes.len() {
-        parallel::for_each(lanes.len(), |index| {
+        parallel::for_each_with(lanes.len(), Own::default, |own, index| {
             let lanes = &lanes[index];
-            let scratch = part(isa, call, lanes, lanes.slots.clone());
-            let Scratch { output: numbers, greatest, total, sums, .. } = scratch;
-            output.write(call, lanes, &[&Part { output: numbers, greatest, total }], &sums);
+            let scratch = part(isa, call, lanes, lanes.slots.clone(), own);
+            output.write(call, lanes, &[&scratch.found], &scratch.sums);
         });
         return;
     }
     let found: Vec<std::sync::OnceLock<Part>> = parts.iter().map(|_| std::sync::OnceLock::new()).collect();
-    parallel::for_each(parts.len(), |task| {
+    parallel::for_each_with(parts.len(), Own::default, |own, task| {
         let (index, slots) = &parts[task];
-        let Scratch { output, greatest, total, .. } = part(isa, call, &lanes[*index], slots.clone());
-        found[task].get_or_init(|| Part { output, greatest, total });
+        let scratch = part(isa, call, &lanes[*index], slots.clone(), own);
+        found[task].get_or_init(|| scratch.found.clone());
     });
     let merge = |index: usize| {
         let first = parts.partition_point(|(lanes, _)| *lanes < index);
@@ -175,12 +177,21 @@ fn lanes<Q, T>(isa: Isa, call: &Call<'_, Q, T>) -> Vec<Lanes> {
 }
 
 /// Attention of some lanes over some slots.
-fn part<Q: Number, T: Number>(isa: Isa, call: &Call<'_, Q, T>, lanes: &Lanes, slots: Range<usize>) -> Scratch {
+fn part<'a, Q: Number, T: Number>(
+    isa: Isa,
+    call: &Call<'_, Q, T>,
+    lanes: &Lanes,
+    slots: Range<usize>,
+    own: &'a mut Own,
+) -> &'a Scratch {
     let (rows, dim, width) = (&call.sequences[lanes.sequence], call.head_dim, lanes.width);
     let group = call.heads / call.kv_heads;
     let scale = call.scale * std::f32::consts::LOG2_E;
-    let mut query = vec![0f32; padded(dim) * width];
-    let mut last = vec![0i32; width];
+    let Own { query, last, scratch } = own;
+    scratch.fit(width, dim, call.ends.len());
+    // The padding of a head stays 0.
+    query.resize(padded(dim) * width, 0.0);
+    last.resize(width, 0);
     for (lane, last) in last.iter_mut().enumerate() {
         // Lanes beyond the last one repeat it and are not written.
         let at = (lanes.lanes.start + lane).min(lanes.lanes.end - 1);
@@ -190,19 +201,18 @@ fn part<Q: Number, T: Number>(isa: Isa, call: &Call<'_, Q, T>, lanes: &Lanes, sl
             query[number * width + lane] = value.to_f32() * scale;
         }
     }
-    let mut scratch = Scratch::new(width, dim, call.ends.len());
     let tile = Tile {
-        query: &query,
+        query,
         keys: &rows.keys[lanes.kv_head * dim..],
         values: &rows.values[lanes.kv_head * dim..],
         stride: call.kv_heads * dim,
         table: rows.table,
         slots,
-        last: &last,
+        last,
         ends: call.ends,
         head_dim: dim,
     };
-    isa.attend(width, &tile, &mut scratch);
+    isa.attend(width, &tile, scratch);
     scratch
 }
 

@@ -3,7 +3,9 @@
 pub(crate) mod activation;
 pub(crate) mod attention;
 pub(crate) mod isa;
+pub(crate) mod norm;
 pub(crate) mod number;
+pub(crate) mod panels;
 pub(crate) mod place;
 pub(crate) mod product;
 pub(crate) mod rope;

@@ -45,32 +45,40 @@ pub(super) fn padded(head_dim: usize) -> usize {
     head_dim.next_multiple_of(HEAD_DIM_STEP)
 }
 
-/// What a tile gives, and what it needs besides.
-pub(super) struct Scratch {
-    /// `[BLOCK_KEYS][lanes]`
-    scores: Vec<f32>,
-    /// `[BLOCK_KEYS][padded head]`: converted keys, then values, of a block.
-    packed: Vec<f32>,
+/// What a tile, or a part of it, has found.
+#[derive(Clone, Default)]
+pub(super) struct Part {
     /// `[padded head][lanes]`: the sum of weights · values, relative to 2^greatest.
     pub(super) output: Vec<f32>,
     /// By lane, the greatest score.
     pub(super) greatest: Vec<f32>,
     /// By lane, the sum of weights, relative to 2^greatest.
     pub(super) total: Vec<f32>,
+}
+
+/// What a tile gives, and what it needs besides.
+#[derive(Default)]
+pub(super) struct Scratch {
+    pub(super) found: Part,
     /// `[ends][lanes]`: base-2 log-sum-exp up to each end; −∞ where no key is visible.
     pub(super) sums: Vec<f32>,
+    /// `[BLOCK_KEYS][lanes]`
+    scores: Vec<f32>,
+    /// `[BLOCK_KEYS][padded head]`: converted keys, then values, of a block.
+    packed: Vec<f32>,
 }
 
 impl Scratch {
-    pub(super) fn new(lanes: usize, head_dim: usize, ends: usize) -> Self {
-        Self {
-            scores: vec![0.0; BLOCK_KEYS * lanes],
-            packed: vec![0.0; BLOCK_KEYS * padded(head_dim)],
-            output: vec![0.0; padded(head_dim) * lanes],
-            greatest: vec![0.0; lanes],
-            total: vec![0.0; lanes],
-            sums: vec![0.0; ends * lanes],
-        }
+    /// Makes it as large as tiles of a call need it. All calls of one scratch have one head size: the padding of `packed`
+    /// stays 0.
+    pub(super) fn fit(&mut self, lanes: usize, head_dim: usize, ends: usize) {
+        let Self { found: Part { output, greatest, total }, sums, scores, packed } = self;
+        output.resize(padded(head_dim) * lanes, 0.0);
+        greatest.resize(lanes, 0.0);
+        total.resize(lanes, 0.0);
+        sums.resize(ends * lanes, 0.0);
+        scores.resize(BLOCK_KEYS * lanes, 0.0);
+        packed.resize(BLOCK_KEYS * padded(head_dim), 0.0);
     }
 }
 
@@ -115,7 +123,7 @@ impl<T: Number> Tile<'_, T> {
 macro_rules! tile_kernel {
     ($module:ident, $($feature:literal)?, $width:literal, $vectors:literal, $keys:literal, $numbers:literal, $operations:ident) => {
         pub(super) mod $module {
-            use super::{BLOCK_KEYS, Number, Scratch, Tile};
+            use super::{BLOCK_KEYS, Number, Part, Scratch, Tile};
 
             /// Lanes a tile.
             pub(crate) const LANES: usize = $width * $vectors;
@@ -168,7 +176,8 @@ macro_rules! tile_kernel {
             /// Attention of one tile; the result is in `scratch`.
             $(#[target_feature(enable = $feature)])?
             pub(crate) fn attend<T: Number>(tile: &Tile<'_, T>, scratch: &mut Scratch) {
-                let Scratch { scores, packed, output, greatest: greatest_out, total: total_out, sums } = scratch;
+                let Scratch { found, scores, packed, sums } = scratch;
+                let Part { output, greatest: greatest_out, total: total_out } = found;
                 let mut sums = sums.chunks_exact_mut(LANES);
                 let mut ends = tile.ends.iter().map(|&end| end as usize).peekable();
                 let unmasked = tile.last[0] as usize;

@@ -7,7 +7,7 @@ use kvsplice_kernels::Isa;
 use kvsplice_kernels::activation::silu_mul;
 use kvsplice_kernels::attention::{Sequence, View, attend, attend_with, ragged_causal, tiled};
 use kvsplice_kernels::place::{Encoding, Stored, place};
-use kvsplice_kernels::product::{FEW_ROWS, few_rows};
+use kvsplice_kernels::product::{FEW_ROWS, Panels, Plus, few_rows};
 use kvsplice_kernels::quantize::{self, Format, Shape};
 use kvsplice_kernels::rope::RopeTable;
 use tch::{Device, Kind, Tensor};
@@ -101,8 +101,11 @@ fn contestants() -> Result<Vec<Contestant>, Error> {
         let (left, right, none) =
             (ones(&[rows, inner])?, ones(&[columns, inner])?, none.as_ref().map(Tensor::shallow_clone));
         let work = Work::Operations(2.0 * (rows * inner * columns) as f64);
+        let (panels, own_left) = (Panels::new(&right)?, left.shallow_clone());
         let product = move || timed(|| Ok(left.f_linear(&right, none.as_ref())?));
         add(&format!("product_{rows}_{inner}_{columns}"), work, Box::new(product));
+        let own = move || timed(|| Ok(panels.product(&own_left, Plus::Nothing)?));
+        add(&format!("panels_{rows}_{inner}_{columns}"), work, Box::new(own));
     }
     attention(&mut add)?;
     memory(&mut add)?;

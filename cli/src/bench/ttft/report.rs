@@ -5,7 +5,7 @@ use kvsplice_model::measure;
 use serde_json::{Map, json};
 
 use super::line::Line;
-use super::{Bench, ENCODE_TOKENS, Runs, cpu_name};
+use super::{Bench, ENCODE_TOKENS, Measured, cpu_name};
 use crate::bench::flops::{self, Work, causal_pairs};
 use crate::generate::Answer;
 use crate::receipt::Stages;
@@ -14,12 +14,12 @@ use crate::stats::median;
 impl Bench {
     pub(super) fn report(
         &self,
-        runs: &[Runs],
-        encode_seconds: f64,
-        peak_gflops: f64,
+        measured: &Measured,
         bandwidth_gbs: f64,
     ) -> anyhow::Result<Map<String, serde_json::Value>> {
+        let Measured { runs, encode_seconds, order, peaks } = measured;
         let shape = &self.models.primary.config;
+        let peak_gflops = median(peaks.iter().copied());
         let peak = peak_gflops * 1e9;
         let prefix = self.prefix_ids()?.len() as f64;
         let (mut ttft, mut spread, mut rows, mut share, mut stages) =
@@ -31,8 +31,6 @@ impl Bench {
             let name = run.name.clone();
             let times: Vec<f64> = run.answers.iter().map(|answer| answer.first_token.as_secs_f64() * 1e3).collect();
             let middle_ms = median(times.iter().copied());
-            let low = times.iter().copied().fold(f64::INFINITY, f64::min);
-            let high = times.iter().copied().fold(0.0, f64::max);
             let stage =
                 |value: fn(Stages) -> f64| median(run.answers.iter().map(|answer| value(Stages::of(&answer.receipt))));
             let recompute_ms = stage(|stages| stages.recompute_ms);
@@ -62,7 +60,7 @@ impl Bench {
             }
             gaps.extend(run.answers.iter().flat_map(Answer::gaps_ms));
             ttft.insert(name.clone(), json!(middle_ms));
-            spread.insert(name.clone(), json!([low, high]));
+            spread.insert(name.clone(), json!(range(&times)));
             rows.insert(name, json!(receipt.tokens.recomputed));
         }
         let encode_flops = encode_flops(shape, prefix, f64::from(self.flags.chunk_tokens));
@@ -84,6 +82,8 @@ impl Bench {
             "rows": rows,
             "stages_ms": stages,
             "matmul_peak_gflops": peak_gflops,
+            "matmul_peak_spread_gflops": range(peaks),
+            "order": order,
             "share_of_peak": share,
             "itl_ms": itl_ms,
             "read_bandwidth_gbs": bandwidth_gbs,
@@ -106,6 +106,11 @@ impl Bench {
             _ => Ok(Map::new()),
         }
     }
+}
+
+/// The least and the greatest.
+fn range(values: &[f64]) -> [f64; 2] {
+    values.iter().fold([f64::INFINITY, 0.0], |[low, high], value| [low.min(*value), high.max(*value)])
 }
 
 /// What the primary model computed for a receipt. Rows of a chunk count as spread evenly over it.
