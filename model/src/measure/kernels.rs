@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use kvsplice_kernels::Isa;
 use kvsplice_kernels::activation::silu_mul;
 use kvsplice_kernels::attention::{Sequence, View, attend, attend_with, ragged_causal, tiled};
+use kvsplice_kernels::norm::rms_norm;
 use kvsplice_kernels::place::{Encoding, Stored, place};
 use kvsplice_kernels::product::{FEW_ROWS, Panels, Plus, few_rows};
 use kvsplice_kernels::quantize::{self, Format, Shape};
@@ -339,6 +340,19 @@ fn rows(add: &mut impl FnMut(&str, Work, Run), name: &str, kind: Kind) -> Result
             })
         };
         add(&format!("rows_{count}_{name}"), Work::Bytes(bytes as f64), Box::new(run));
+        if kind == Kind::Float {
+            let own = weights()?.iter().map(Panels::new).collect::<Result<Vec<_>, _>>()?;
+            let own_row = row.shallow_clone();
+            let run = move || {
+                timed(|| {
+                    for weight in &own {
+                        drop(weight.product(&own_row, Plus::Nothing)?);
+                    }
+                    Ok(())
+                })
+            };
+            add(&format!("rows_{count}_{name}_panels"), Work::Bytes(bytes as f64), Box::new(run));
+        }
         let own = weights()?;
         let library = move || {
             timed(|| {
@@ -354,20 +368,25 @@ fn rows(add: &mut impl FnMut(&str, Work, Run), name: &str, kind: Kind) -> Result
     Ok(())
 }
 
-/// Both on a slice of rows, f32. RMSNorm is the library's.
+/// Both on a slice of rows, f32, beside the library's.
 fn elementwise(add: &mut impl FnMut(&str, Work, Run)) -> Result<(), Error> {
     let (rows, hidden, inner) = SLICE;
-    let (input, weight) = (random(&[rows, hidden])?, ones(&[hidden])?);
     let times = REPEATS as f64;
-    let norm = move || {
-        timed(|| {
-            for _ in 0..REPEATS {
-                drop(input.f_rms_norm([hidden], Some(&weight), 1e-6)?);
-            }
-            Ok(())
-        })
-    };
-    add("rms_norm", Work::Bytes(8.0 * times * (rows * hidden) as f64), Box::new(norm));
+    for name in ["rms_norm", "rms_norm_library"] {
+        let (input, weight) = (random(&[rows, hidden])?, ones(&[hidden])?);
+        let norm = move || {
+            timed(|| {
+                for _ in 0..REPEATS {
+                    drop(match name {
+                        "rms_norm" => rms_norm(&input, &weight, 1e-6)?,
+                        _ => input.f_rms_norm([hidden], Some(&weight), 1e-6)?,
+                    });
+                }
+                Ok(())
+            })
+        };
+        add(name, Work::Bytes(8.0 * times * (rows * hidden) as f64), Box::new(norm));
+    }
     let moved = Work::Bytes(12.0 * times * (rows * inner) as f64);
     let both = random(&[rows, 2 * inner])?;
     let fresh = both.shallow_clone();
