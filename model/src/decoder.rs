@@ -12,7 +12,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::attention::{TwoPart, attend};
 use crate::cache::{KvCache, indices, on_device};
-use crate::matrix::{Gates, Matrix, fused, product};
+use crate::matrix::{Gates, Matrix, fused};
 use crate::weights::{LayerWeights, Weights};
 use crate::{Config, Dtype, Error};
 
@@ -55,7 +55,7 @@ pub struct Decoder {
     embedding: Tensor,
     layers: Vec<Layer>,
     norm: Tensor,
-    head: Tensor,
+    head: Matrix,
     rope: RopeTable,
 }
 
@@ -124,10 +124,11 @@ impl Decoder {
         check("last norm", &outer.norm, &[config.hidden])?;
         let embedding = outer.embedding.f_to_device(device)?.f_to_kind(kind)?;
         let head = match &outer.head {
-            None => embedding.shallow_clone(),
+            // Rows of it are looked up: it stays as it is, rather than in memory twice.
+            None => Matrix::Rows(embedding.shallow_clone()),
             Some(head) => {
                 check("output matrix", head, &[config.vocabulary, config.hidden])?;
-                head.f_to_device(device)?.f_to_kind(kind)?
+                Matrix::new(head, kind, device)?
             }
         };
         let mut layers = Vec::new();
@@ -374,7 +375,7 @@ impl Decoder {
 
     /// `[rows, hidden]` after the last layer → logits `[rows, vocabulary]`, f32.
     pub fn logits(&self, hidden: &Tensor) -> Result<Tensor, Error> {
-        let logits = product(&self.rms_norm(hidden, &self.norm)?, &self.head, None)?;
+        let logits = self.head.product(&self.rms_norm(hidden, &self.norm)?, None)?;
         Ok(logits.f_to_kind(Kind::Float)?)
     }
 

@@ -91,7 +91,7 @@ fn in_panels(kind: Kind, device: Device) -> bool {
 }
 
 /// rows · weightᵀ + bias. `rows`: `[rows, in]`, `weight`: `[out, in]`.
-pub(crate) fn product(rows: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor, Error> {
+fn product(rows: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor, Error> {
     if rows.device() != Device::Cpu || rows.size()[0] > FEW_ROWS {
         return Ok(rows.f_linear(weight, bias)?);
     }

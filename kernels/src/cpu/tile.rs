@@ -123,7 +123,7 @@ impl<T: Number> Tile<'_, T> {
 macro_rules! tile_kernel {
     ($module:ident, $($feature:literal)?, $width:literal, $vectors:literal, $keys:literal, $numbers:literal, $operations:ident) => {
         pub(super) mod $module {
-            use super::{BLOCK_KEYS, Number, Part, Scratch, Tile};
+            use super::{BLOCK_KEYS, HEAD_DIM_STEP, Number, Part, Scratch, Tile};
 
             /// Lanes a tile.
             pub(crate) const LANES: usize = $width * $vectors;
@@ -157,14 +157,18 @@ macro_rules! tile_kernel {
             $(#[target_feature(enable = $feature)])?
             fn dot<const N: usize>(query: &[f32], keys: &[f32], stride: usize, scores: &mut [f32]) {
                 let dim = query.len() / LANES;
-                let rows: [&[f32]; N] = std::array::from_fn(|key| &keys[key * stride..key * stride + dim]);
+                let rows: [&[[f32; HEAD_DIM_STEP]]; N] =
+                    std::array::from_fn(|key| keys[key * stride..key * stride + dim].as_chunks().0);
                 let mut sums: [Group; N] = [[zero(); VECTORS]; N];
-                for (number, query) in query.chunks_exact(LANES).enumerate() {
-                    let query = load_group(query);
-                    for key in 0..N {
-                        let value = splat(rows[key][number]);
-                        for vector in 0..VECTORS {
-                            sums[key][vector] = fma(query[vector], value, sums[key][vector]);
+                for (step, query) in query.chunks_exact(HEAD_DIM_STEP * LANES).enumerate() {
+                    let rows: [&[f32; HEAD_DIM_STEP]; N] = std::array::from_fn(|key| &rows[key][step]);
+                    for number in 0..HEAD_DIM_STEP {
+                        let query = load_group(&query[number * LANES..]);
+                        for key in 0..N {
+                            let value = splat(rows[key][number]);
+                            for vector in 0..VECTORS {
+                                sums[key][vector] = fma(query[vector], value, sums[key][vector]);
+                            }
                         }
                     }
                 }
@@ -198,17 +202,15 @@ macro_rules! tile_kernel {
                     }
                     let scores = &mut scores[..count * LANES];
                     let row = tile.row(first);
-                    if VECTORS == 1 {
-                        // Few rows read what no cache holds: the values of this block, and the next block's keys.
-                        tile.fetch(tile.values, row, count);
-                        let (next, left) = (first + count, tile.slots.end - first - count);
-                        if left > 0 {
-                            tile.fetch(tile.keys, tile.row(next), left.min(BLOCK_KEYS));
-                        }
-                    }
+                    // Few rows read what no cache holds: all along, they ask for what the next block has in the same place.
+                    let behind = first + count;
+                    let ahead = (VECTORS == 1 && behind < tile.slots.end).then(|| tile.row(behind));
                     let (keys, stride) = tile.numbers(tile.keys, row, count, packed);
                     let mut key = 0;
                     while key + KEYS <= count {
+                        if let Some(ahead) = ahead {
+                            tile.fetch(tile.keys, ahead + key, KEYS);
+                        }
                         dot::<KEYS>(tile.query, &keys[key * stride..], stride, &mut scores[key * LANES..]);
                         key += KEYS;
                     }
@@ -241,7 +243,11 @@ macro_rules! tile_kernel {
                         store_group(row, weights);
                     }
                     let (values, stride) = tile.numbers(tile.values, row, count, packed);
-                    accumulate(scores, values, stride, &correction, output);
+                    accumulate(scores, values, stride, &correction, output, |part| {
+                        if let Some(ahead) = ahead {
+                            tile.fetch(tile.values, ahead + part.start, part.len());
+                        }
+                    });
                     first += count;
                 }
                 for _ in ends {
@@ -264,11 +270,20 @@ macro_rules! tile_kernel {
                 }
             }
 
-            /// output = output · correction + weights · values
+            /// output = output · correction + weights · values. Calls `between` for some keys of a block at a time.
             #[inline]
             $(#[target_feature(enable = $feature)])?
-            fn accumulate(weights: &[f32], values: &[f32], stride: usize, correction: &Group, output: &mut [f32]) {
+            fn accumulate(
+                weights: &[f32],
+                values: &[f32],
+                stride: usize,
+                correction: &Group,
+                output: &mut [f32],
+                between: impl Fn(std::ops::Range<usize>),
+            ) {
+                let part = BLOCK_KEYS.div_ceil(output.len() / (NUMBERS * LANES));
                 for (step, rows) in output.chunks_exact_mut(NUMBERS * LANES).enumerate() {
+                    between(step * part..(step + 1) * part);
                     let mut sums: [Group; NUMBERS] = [[zero(); VECTORS]; NUMBERS];
                     for number in 0..NUMBERS {
                         let old = load_group(&rows[number * LANES..]);

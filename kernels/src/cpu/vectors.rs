@@ -9,9 +9,9 @@ const SERIES: [f32; 6] =
 pub(super) fn fetch<T>(numbers: &[T], at: usize) {
     #[cfg(target_arch = "x86_64")]
     {
-        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         // SAFETY: a hint, which gives nothing and cannot fault, whatever the address.
-        unsafe { _mm_prefetch::<_MM_HINT_T1>(numbers.as_ptr().wrapping_add(at).cast()) };
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(numbers.as_ptr().wrapping_add(at).cast()) };
     }
 }
 
