@@ -40,6 +40,8 @@ pub struct WantedChunk {
     pub tokens: u32,
     /// The layers to fetch, ascending; empty for all.
     pub layers: Vec<u32>,
+    /// Rows that the caller has of each of them: they need not come.
+    pub have: RowRanges,
 }
 
 /// What to fetch.
@@ -53,6 +55,8 @@ pub struct Wanted {
     pub variant: Variant,
     /// The lease that covers them; may be empty.
     pub lease: String,
+    /// How long the load itself protects them at most, as a lease does, for want of one; zero for not at all.
+    pub protect: Duration,
 }
 
 /// Rows of chunks that need not come, by the place that [`WantedChunk`] gives each. Of a chunk without other rows nothing
@@ -60,12 +64,12 @@ pub struct Wanted {
 pub type Skips = HashMap<usize, RowRanges>;
 
 /// How a layer has come.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Form {
     /// Over the wire, every row of it.
     Whole,
-    /// Over the wire; zeros stand where rows were skipped.
-    Gapped,
+    /// Over the wire; zeros stand for these rows, which were skipped.
+    Gapped(RowRanges),
     /// In a file of this host, which the system's page cache keeps.
     Mapped,
 }
@@ -278,6 +282,7 @@ impl<'a> Fetch<'a> {
                 variant: self.wanted.variant.to_string(),
                 layers: share.layers.to_vec(),
                 lease: self.wanted.lease.clone(),
+                lease_ms: u32::try_from(self.wanted.protect.as_millis()).unwrap_or(u32::MAX),
                 mapped,
                 unmappable,
                 ..v1::Want::default()
@@ -305,20 +310,28 @@ impl<'a> Fetch<'a> {
 
     /// Asks these streams to leave rows out, and waits for them no more. A layer that is on its way comes whole.
     async fn skip(&mut self, streams: std::ops::Range<usize>) {
-        let Some(skips) = &self.skips else { return };
+        let nothing = Skips::new();
+        let skips = self.skips.as_ref().unwrap_or(&nothing);
         let mut dropped = Vec::new();
         for handle in self.handles.get(streams).unwrap_or(&[]) {
             for (place, &index) in (0u32..).zip(&handle.chunks) {
                 let (Some(chunk), Some(Some(state))) = (self.wanted.chunks.get(index), self.open.get_mut(index)) else {
                     continue;
                 };
-                let Some(rows) = skips.get(&chunk.place) else { continue };
-                if rows.len() == chunk.tokens as usize {
+                let skipped = skips.get(&chunk.place);
+                if skipped.is_some_and(|rows| rows.len() == chunk.tokens as usize) {
                     dropped.push(index);
                     continue;
                 }
-                state.layers.skip(rows);
-                let skip = v1::Skip { chunk: place, rows: convert::ranges(rows), from_layer: 0 };
+                // With one row comes the word that the layer is there.
+                let most = RowRanges::from_range(0..chunk.tokens.saturating_sub(1));
+                let rows = skipped.map_or_else(|| chunk.have.clone(), |rows| rows.union(&chunk.have));
+                let rows = if rows.len() == chunk.tokens as usize { rows.intersection(&most) } else { rows };
+                if rows.is_empty() {
+                    continue;
+                }
+                state.layers.skip(&rows);
+                let skip = v1::Skip { chunk: place, rows: convert::ranges(&rows), from_layer: 0 };
                 let message = v1::GetChunksRequest { message: Some(Message::Skip(skip)) };
                 // A stream that is gone says so where it is read.
                 if handle.requests.send(message).await.is_err() {
@@ -356,7 +369,7 @@ impl<'a> Fetch<'a> {
         match accepted {
             Ok(None) => Vec::new(),
             Ok(Some(layer)) => {
-                let form = if layer.whole { Form::Whole } else { Form::Gapped };
+                let form = if layer.lacks.is_empty() { Form::Whole } else { Form::Gapped(layer.lacks) };
                 let source = convert::source(&frame.source).unwrap_or(Source::Object);
                 self.layer(index, frame.layer, layer.bytes, form, source).into_iter().collect()
             }
