@@ -35,8 +35,9 @@ pub(crate) const FRAMES: usize = 4;
 const STREAM_BYTES: usize = 32 << 20;
 /// Bytes of one read, if more than one layer is read at once.
 const READ_BYTES: usize = 4 << 20;
-/// Bytes being read of later layers while a chunk's first layer is still being read: it needs the processors and the disk more.
-const LATER_BYTES: usize = 2 << 20;
+/// Bytes being read of later layers, beside one read, while a chunk's first layer is still being read: it needs the processors
+/// and the disk more.
+const LATER_BYTES: usize = 1 << 20;
 /// Reads under way, a stream.
 const READS: usize = 64;
 /// What a read is taken for before the chunk's layout is known.

@@ -19,8 +19,8 @@ use crate::{convert, v1};
 
 /// After a file could not be opened, none is asked for during this time.
 const PAUSE: Duration = Duration::from_secs(60);
-/// Checks under way at once, a request.
-const CHECKS: usize = 2;
+/// Checks under way at once, a request: more than processors that check, so that none of them waits for the next one.
+const CHECKS: usize = 4;
 /// Bytes of one check, unless a layer is larger.
 const CHECK_BYTES: usize = 4 << 20;
 
