@@ -136,7 +136,7 @@ impl Loader {
     /// Fetches everything, handing news to `sink` until it returns false.
     pub async fn load(&self, wanted: Wanted, skips: mpsc::Receiver<Skips>, mut sink: impl AsyncFnMut(Loaded) -> bool) {
         let open = |chunk: &WantedChunk| {
-            Some(Open { layers: Assembly::new(wanted.layout, chunk.tokens, &chunk.layers), sent: false })
+            Some(Open { layers: Assembly::new(wanted.layout, chunk.tokens, &chunk.layers), begun: false, sent: false })
         };
         let open = wanted.chunks.iter().map(open).collect();
         let mut fetch = Fetch {
@@ -168,6 +168,8 @@ impl Loader {
 /// A chunk of which something is still to come.
 struct Open {
     layers: Assembly,
+    /// Something of it has come.
+    begun: bool,
     /// Its file cannot be used: it is to be sent.
     sent: bool,
 }
@@ -211,7 +213,8 @@ impl<'a> Fetch<'a> {
         self.begin(&all, mapped, false).await?;
         let (mut listening, mut flowing) = (true, true);
         while self.open.iter().any(Option::is_some) {
-            self.checks.start(|index| matches!(self.open.get(index), Some(Some(_))));
+            let expected = flowing && self.open.iter().flatten().any(|chunk| !chunk.begun);
+            self.checks.start(|index| matches!(self.open.get(index), Some(Some(_))), expected);
             if !flowing && self.checks.idle() {
                 return Ok(());
             }
@@ -353,6 +356,7 @@ impl<'a> Fetch<'a> {
         let place = self.handles.get(stream).and_then(|handle| handle.chunks.get(frame.chunk as usize));
         let Some(&index) = place else { return Vec::new() };
         let Some(Some(chunk)) = self.open.get_mut(index) else { return Vec::new() };
+        chunk.begun = true;
         if let Some(mapping) = &frame.mapping {
             if chunk.sent {
                 return Vec::new();
