@@ -27,7 +27,8 @@ fn ask(client: &Client, chunks: &[String], strategy: &str) -> (f64, Answer) {
 
 fn median(mut times: Vec<f64>) -> f64 {
     times.sort_by(f64::total_cmp);
-    times[times.len() / 2]
+    let half = times.len() / 2;
+    (times[half] + times[(times.len() - 1) / 2]) / 2.0
 }
 
 /// Where the time of an answer went, and why chunks were computed.
