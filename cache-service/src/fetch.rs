@@ -250,9 +250,9 @@ impl Fetcher {
             }
         }
         let work = Work { object, first, epoch: self.disk.epoch() };
-        if let Some(apart) = self.disk.read(object, first, claims.len()).await {
-            let verified = verify(object.clone(), first, Bytes::new(), apart).await;
-            let Verified { layers, failure } = verified.map_err(Attempt::Missed)?;
+        let checked = object.clone();
+        let check = move |apart| verify_now(&checked, first, &Bytes::new(), apart);
+        if let Some(Verified { layers, failure }) = self.disk.read(object, first, claims.len(), check).await {
             if let Some(error) = failure {
                 self.disk.discard(&object.key, error).await;
             }
@@ -378,26 +378,28 @@ pub(crate) async fn verify(
     joined: Bytes,
     apart: Vec<Bytes>,
 ) -> Result<Verified, Miss> {
-    let work = move || {
-        let header = &object.header;
-        let mut verified = Verified { layers: Vec::new(), failure: None };
-        let layer_bytes = header.layer_bytes();
-        let cut = (0..joined.len()).step_by(layer_bytes.max(1));
-        let cut = cut.map(|start| joined.slice(start..joined.len().min(start + layer_bytes)));
-        let (got, whole) = (joined.len(), joined.len() == layer_bytes);
-        for (number, piece) in (first..).zip(cut.chain(apart)) {
-            if let Err(error) = header.verify_layer(number, &piece) {
-                verified.failure = Some(error);
-                break;
-            }
-            // A slice would keep the bytes of its neighbors alive: the tier would hold more than it counts.
-            let bytes = if whole || got == 0 { piece } else { Bytes::copy_from_slice(&piece) };
-            verified.layers.push(Layer { digest: header.layer_digests[number as usize], bytes });
-        }
-        if verified.layers.is_empty() && verified.failure.is_none() {
-            verified.failure = Some(object::Error::Truncated { got, need: layer_bytes });
-        }
-        verified
-    };
+    let work = move || verify_now(&object, first, &joined, apart);
     tokio::task::spawn_blocking(work).await.map_err(|error| Miss::Store(format!("verify a layer: {error}")))
+}
+
+fn verify_now(object: &Object, first: u32, joined: &Bytes, apart: Vec<Bytes>) -> Verified {
+    let header = &object.header;
+    let mut verified = Verified { layers: Vec::new(), failure: None };
+    let layer_bytes = header.layer_bytes();
+    let cut = (0..joined.len()).step_by(layer_bytes.max(1));
+    let cut = cut.map(|start| joined.slice(start..joined.len().min(start + layer_bytes)));
+    let (got, whole) = (joined.len(), joined.len() == layer_bytes);
+    for (number, piece) in (first..).zip(cut.chain(apart)) {
+        if let Err(error) = header.verify_layer(number, &piece) {
+            verified.failure = Some(error);
+            break;
+        }
+        // A slice would keep the bytes of its neighbors alive: the tier would hold more than it counts.
+        let bytes = if whole || got == 0 { piece } else { Bytes::copy_from_slice(&piece) };
+        verified.layers.push(Layer { digest: header.layer_digests[number as usize], bytes });
+    }
+    if verified.layers.is_empty() && verified.failure.is_none() {
+        verified.failure = Some(object::Error::Truncated { got, need: layer_bytes });
+    }
+    verified
 }

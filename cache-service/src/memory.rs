@@ -8,8 +8,8 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kvsplice_kv::eviction::{Book, Eviction};
-use quick_cache::Weighter;
 use quick_cache::sync::Cache;
+use quick_cache::{OptionsBuilder, Weighter};
 use tokio::sync::watch;
 
 use crate::protect::Protection;
@@ -81,7 +81,14 @@ impl Memory {
         let header_bytes = limit_bytes / HEADER_SHARE;
         let layers = Book::new(eviction, limit_bytes - header_bytes);
         let state = Mutex::new(State { layers, loading: HashMap::new(), claims: 0 });
-        Self { state, headers: Cache::with_weighter(1024, header_bytes, Weigh), protection, limit_bytes }
+        // One shard: the whole budget holds headers, however small it is.
+        let options =
+            OptionsBuilder::new().shards(1).estimated_items_capacity(1024).weight_capacity(header_bytes).build();
+        let headers = options.map_or_else(
+            |_| Cache::with_weighter(1024, header_bytes, Weigh),
+            |options| Cache::with_options(options, Weigh, Default::default(), Default::default()),
+        );
+        Self { state, headers, protection, limit_bytes }
     }
 
     // A panic while the lock was held cannot leave an entry that is served wrong: digests are compared on every lookup.

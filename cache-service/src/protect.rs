@@ -5,7 +5,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use kvsplice_kv::ChunkId;
@@ -52,6 +52,21 @@ pub(crate) struct Lease {
     pub(crate) expires_ms: u64,
 }
 
+/// A lease that ends when this is dropped, if not before.
+#[derive(Debug)]
+pub(crate) struct Holding {
+    protection: Arc<Protection>,
+    id: String,
+    /// When it ends by itself.
+    pub(crate) ends: Instant,
+}
+
+impl Drop for Holding {
+    fn drop(&mut self) {
+        self.protection.release(&self.id);
+    }
+}
+
 impl Protection {
     pub(crate) fn new() -> Self {
         let state =
@@ -79,6 +94,16 @@ impl Protection {
         state.leases.insert(number, Lasting { ends, chunks });
         let expires_ms = unix_ms().saturating_add(time.as_millis() as u64);
         Ok(Lease { id: format!("{:x}-{number:x}", self.epoch_ms), expires_ms })
+    }
+
+    /// Protects `chunks` until what is returned is dropped, for `time` at most.
+    pub(crate) fn hold(
+        self: &Arc<Self>,
+        chunks: impl Iterator<Item = ChunkId>,
+        time: Duration,
+    ) -> Result<Holding, Error> {
+        let Lease { id, .. } = self.lease(chunks, time)?;
+        Ok(Holding { protection: self.clone(), id, ends: Instant::now() + time.min(MAX_LEASE) })
     }
 
     /// Ends a lease before its time. One of another process, or that has ended, changes nothing.
@@ -213,6 +238,17 @@ mod tests {
         assert!(!protection.covers(&B));
         assert_eq!(protection.counts(), (0, 0));
         assert!(protection.read().leased.is_empty());
+    }
+
+    #[test]
+    fn what_is_held_is_protected_until_it_is_let_go() {
+        let protection = Arc::new(Protection::new());
+        let held = protection.hold([A].into_iter(), Duration::from_secs(60)).unwrap();
+        assert!(protection.covers(&A) && held.ends > Instant::now());
+        drop(held);
+        assert!(!protection.covers(&A));
+        let ended = protection.hold([A].into_iter(), Duration::ZERO).unwrap();
+        assert!(!protection.covers(&A) && ended.ends <= Instant::now());
     }
 
     #[test]

@@ -140,9 +140,11 @@ impl Cache for Service {
             let detail = "must be the first message".to_owned();
             return Err(Error::Request { field: "want", detail }.into());
         };
+        let protect = Duration::from_millis(want.lease_ms.into());
         let wanted = Wanted::try_from(want)?;
+        let held = (!protect.is_zero()).then(|| self.protection.hold(wanted.ids(), protect)).transpose()?;
         let (out, frames) = mpsc::channel(chunks::FRAMES);
-        tokio::spawn(chunks::send(self.fetcher.clone(), wanted, messages, out).in_current_span());
+        tokio::spawn(chunks::send(self.fetcher.clone(), wanted, held, messages, out).in_current_span());
         Ok(Response::new(ReceiverStream::new(frames)))
     }
 

@@ -25,6 +25,7 @@ use tracing::debug;
 use crate::fetch::{Fetcher, Loaded, Miss};
 use crate::frame::{self, Frames};
 use crate::mapping::{Mapped, Sums};
+use crate::protect::Holding;
 use crate::tier::{Object, ObjectKey};
 use crate::{Error, heads, service};
 
@@ -34,8 +35,9 @@ pub(crate) const FRAMES: usize = 4;
 const STREAM_BYTES: usize = 32 << 20;
 /// Bytes of one read, if more than one layer is read at once.
 const READ_BYTES: usize = 4 << 20;
-/// Bytes being read of later layers while a chunk's first layer is still being read: it needs the processors and the disk more.
-const LATER_BYTES: usize = 2 << 20;
+/// Bytes being read of later layers, beside one read, while a chunk's first layer is still being read: it needs the processors
+/// and the disk more.
+const LATER_BYTES: usize = 1 << 20;
 /// Reads under way, a stream.
 const READS: usize = 64;
 /// What a read is taken for before the chunk's layout is known.
@@ -84,6 +86,13 @@ impl TryFrom<Want> for Wanted {
         let mapped = want.mapped && !want.unmappable && heads.is_empty();
         let places = want.chunks.len() as u32;
         Ok(Self { chunks, places, layers, heads: heads.into(), mapped, unmappable: want.unmappable })
+    }
+}
+
+impl Wanted {
+    /// The chunks, each once.
+    pub(crate) fn ids(&self) -> impl Iterator<Item = ChunkId> + '_ {
+        self.chunks.iter().map(|(_, key)| key.chunk)
     }
 }
 
@@ -164,11 +173,28 @@ struct Sender {
     sending: Option<(usize, usize, Peekable<Frames>)>,
 }
 
-/// Sends what is wanted until all is sent, the caller is gone, or it takes nothing for [`STALL`].
+/// Sends what is wanted until all is sent, the caller is gone, or it takes nothing for [`STALL`]. `held` protects the chunks
+/// for as long as the caller has not said everything: it may still be about to open a file that was named.
 pub(crate) async fn send(
     fetcher: Arc<Fetcher>,
     wanted: Wanted,
+    held: Option<Holding>,
     requests: impl Stream<Item = Result<GetChunksRequest, Status>> + Send,
+    out: mpsc::Sender<Result<Frame, Status>>,
+) {
+    let mut requests = std::pin::pin!(requests);
+    send_all(fetcher, wanted, requests.as_mut(), out).await;
+    if let Some(held) = held {
+        let said_everything = async { while let Some(Ok(_)) = requests.next().await {} };
+        // What is held ends here, with the caller or with its time.
+        let _either = tokio::time::timeout_at(held.ends.into(), said_everything).await;
+    }
+}
+
+async fn send_all(
+    fetcher: Arc<Fetcher>,
+    wanted: Wanted,
+    mut requests: std::pin::Pin<&mut (impl Stream<Item = Result<GetChunksRequest, Status>> + Send)>,
     out: mpsc::Sender<Result<Frame, Status>>,
 ) {
     let places = wanted.places;
@@ -176,7 +202,6 @@ pub(crate) async fn send(
         fetcher.unmappable(wanted.chunks.iter().map(|(_, key)| *key));
     }
     let mut sender = Sender::new(fetcher, wanted);
-    let mut requests = std::pin::pin!(requests);
     let mut listening = true;
     let mut last_taken = Instant::now();
     loop {

@@ -11,7 +11,7 @@ use kvsplice_kv::receipt::Source;
 use kvsplice_kv::{KvLayout, RowRanges};
 use kvsplice_model::encode::ChunkKv;
 use kvsplice_model::stored::StoredLayer;
-use kvsplice_proto::load::{Loaded, Skips};
+use kvsplice_proto::load::{Form, Loaded, Skips};
 use kvsplice_proto::v1;
 use tokio::sync::mpsc;
 use tokio::task::{AbortHandle, JoinHandle};
@@ -104,10 +104,16 @@ pub(crate) struct Active {
     skips: Vec<mpsc::Sender<Skips>>,
     /// Rows that need not come, by place in the load.
     skipped: Skips,
+    /// Rows that this worker's pool has of the layers that are loaded, by place in the load.
+    have: Skips,
     /// When loading began.
     started: Instant,
-    /// When the last layer so far came.
+    /// When the last layer so far came, and the bytes that have come.
     arrived: Option<Instant>,
+    came: f64,
+    /// Nothing that is loaded is needed: it only tells how fast the link is. And what it has told.
+    probing: bool,
+    probed: Option<(f64, f64)>,
     /// Layers that should have come before the first is computed while others have work.
     preload: u32,
     /// Of the model's chunks; each is stored in its own encoding.
@@ -171,7 +177,11 @@ impl Active {
             text,
             skipped: Skips::new(),
             started: Instant::now(),
+            have: Skips::new(),
             arrived: None,
+            came: 0.0,
+            probing: false,
+            probed: None,
             preload: 1,
             layout,
             layers,
@@ -182,10 +192,11 @@ impl Active {
     pub(crate) fn loaded(&mut self, news: Loaded) {
         let started = !matches!(self.stage, Stage::Waiting);
         match news {
-            Loaded::Layer { chunk, layer, data, source, bytes, .. } => {
+            Loaded::Layer { chunk, layer, data, form, source, bytes } => {
                 let pooled = source == Source::Device;
                 if !pooled {
                     self.arrived = Some(Instant::now());
+                    self.came += if form == Form::Mapped { data.len() as f64 } else { bytes as f64 };
                 }
                 for (user, &index) in self.users[chunk].iter().enumerate() {
                     let (asked, part) = (&self.request.parts[index], &mut self.parts[index]);

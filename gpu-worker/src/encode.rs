@@ -52,10 +52,9 @@ impl Call {
     }
 }
 
-/// Microseconds a token that computing these tokens took; the cache service goes by it when it evicts.
-pub(crate) fn us_per_token(spent: Duration, tokens: impl IntoIterator<Item = u32>) -> f64 {
-    let tokens: u64 = tokens.into_iter().map(u64::from).sum();
-    spent.as_secs_f64() * 1e6 / tokens.max(1) as f64
+/// The tokens of these chunks.
+pub(crate) fn tokens(chunks: &[ChunkKv]) -> u64 {
+    chunks.iter().map(|kv| u64::from(kv.tokens)).sum()
 }
 
 /// Stores one chunk's KV; `us_per_token` is what computing it took, 0 for unknown. Returns what was stored and whether this call created it.

@@ -12,7 +12,7 @@ use kvsplice_kv::Variant;
 use kvsplice_model::decoder::SLICE_ROWS;
 use kvsplice_model::encode::layout;
 use kvsplice_model::{Compute, Model};
-use kvsplice_proto::cache::CacheClient;
+use kvsplice_proto::cache::{CacheClient, us_per_token};
 use kvsplice_proto::load::{Loaded, Loader, Wanted};
 use tokio::sync::{Semaphore, mpsc};
 use tonic::Status;
@@ -21,7 +21,7 @@ use tracing::{Instrument, Span, debug, info, warn};
 use crate::active::{Active, Event, Events, Stage};
 use crate::beginning::Beginnings;
 use crate::decode::step;
-use crate::encode::{Call, store, us_per_token};
+use crate::encode::{Call, store, tokens};
 use crate::handle::{Command, Handle, Load};
 use crate::keep::keep;
 use crate::pace::{Cost, Pace, measure};
@@ -106,6 +106,7 @@ impl Engine {
             self.encodes.retain(|call| !call.events.is_closed());
             self.admit();
             let undecided = self.weigh();
+            self.active.iter_mut().for_each(Active::end_probe);
             let states: Vec<State> = self.active.iter().map(Active::state).collect();
             let encode_ready =
                 self.storing.available_permits() > 0 && self.encodes.front_mut().is_some_and(Call::prepare);
@@ -207,12 +208,15 @@ impl Engine {
                 layout: layout(config, variant.encoding),
                 variant,
                 lease: active.request.lease.clone(),
+                // The head holds a lease for as long as the request lasts.
+                protect: Duration::ZERO,
             };
             let keeper = active.keeper();
             let sink = async move |news| {
-                if let Some(keeper) = &keeper {
-                    keeper.note(&news);
-                }
+                let news = match &keeper {
+                    Some(keeper) => keeper.take_in(news),
+                    None => news,
+                };
                 commands.send(Command::Loaded { id, news }).await.is_ok()
             };
             let (skips, said) = mpsc::channel(SKIPS);
@@ -324,7 +328,7 @@ impl Engine {
         if !captured.is_empty() {
             let request = Arc::clone(&active.request);
             // All its rows were computed for the capture.
-            let us_per_token = us_per_token(active.compute, [request.tokens()]);
+            let us_per_token = us_per_token(active.compute, request.tokens().into());
             let storing = keep(self.cache.clone(), &self.model, request, self.dtype(), captured, us_per_token);
             let active = &mut self.active[index];
             active.keeping = Some(tokio::spawn(storing));
@@ -434,7 +438,7 @@ impl Engine {
         match outcome {
             Ok(Encoded::More(pass)) => self.active[index].repair = Some((part, Some(pass), spent)),
             Ok(Encoded::Done(mut encoded)) => {
-                let us_per_token = us_per_token(spent, encoded.iter().map(|kv| kv.tokens));
+                let us_per_token = us_per_token(spent, tokens(&encoded));
                 let active = &mut self.active[index];
                 let (Some(kv), Some(key)) = (encoded.pop(), active.request.parts[part].key.clone()) else { return };
                 active.repaired(part, &kv);
@@ -477,7 +481,7 @@ impl Engine {
                 self.encodes.push_front(call);
             }
             Ok(Encoded::Done(encoded)) => {
-                let us_per_token = us_per_token(call.spent, encoded.iter().map(|kv| kv.tokens));
+                let us_per_token = us_per_token(call.spent, tokens(&encoded));
                 let permit = Arc::clone(&self.storing).try_acquire_owned();
                 let (cache, variant, dtype) = (self.cache.clone(), call.variant, self.dtype());
                 let (events, commands) = (call.events.clone(), self.commands.clone());

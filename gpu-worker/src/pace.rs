@@ -11,6 +11,11 @@ use kvsplice_model::{Config, Decoder, Error, decoder};
 /// How much an earlier measurement still counts when a new one comes.
 const MEMORY: f64 = 0.5;
 
+/// The same for the link: it changes faster than the processors.
+const LINK_MEMORY: f64 = 0.25;
+/// Bytes that a load is taken to have brought at least.
+const LEAST_BYTES: f64 = (64 << 10) as f64;
+
 /// Operations of a model's rows.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Cost {
@@ -46,16 +51,16 @@ pub(crate) struct Pace {
     pub(crate) cost: Cost,
     /// Operations a second.
     compute: f64,
-    /// Bytes and seconds of loads.
-    link: Option<(f64, f64)>,
+    /// Bytes a second.
+    link: Option<f64>,
     /// Seconds from a request's arrival until its rows were known.
-    rows: f64,
+    rows: Option<f64>,
 }
 
 impl Pace {
     /// `compute`: operations a second, as [`measure`] gives them.
     pub(crate) fn new(cost: Cost, compute: f64) -> Self {
-        Self { cost, compute, link: None, rows: 0.0 }
+        Self { cost, compute, link: None, rows: None }
     }
 
     /// Operations a second.
@@ -65,17 +70,18 @@ impl Pace {
 
     /// Bytes a second of recent loads, if there were any.
     pub(crate) fn link(&self) -> Option<f64> {
-        self.link.map(|(bytes, seconds)| bytes / seconds.max(1e-9))
+        self.link
     }
 
-    /// Seconds until rows are known, from a request's arrival.
-    pub(crate) fn rows(&self) -> f64 {
+    /// Seconds until rows are known, from a request's arrival, if that has been seen.
+    pub(crate) fn rows(&self) -> Option<f64> {
         self.rows
     }
 
     /// Takes in how long a request's rows took to be known.
     pub(crate) fn rows_known(&mut self, seconds: f64) {
-        self.rows = MEMORY * self.rows + (1.0 - MEMORY) * seconds.max(0.0);
+        let seconds = seconds.max(0.0);
+        self.rows = Some(self.rows.map_or(seconds, |before| MEMORY * before + (1.0 - MEMORY) * seconds));
     }
 
     /// Takes in a prompt's computation.
@@ -86,11 +92,13 @@ impl Pace {
         }
     }
 
-    /// Takes in a load, or as much of it as came in a time.
+    /// Takes in a load, or as much of it as came in a time. The mean is one of orders of magnitude: that is how links differ from
+    /// one time to the next.
     pub(crate) fn loaded(&mut self, bytes: f64, seconds: f64) {
         if seconds > 0.0 {
-            let (old_bytes, old_seconds) = self.link.unwrap_or_default();
-            self.link = Some((MEMORY * old_bytes + bytes, MEMORY * old_seconds + seconds));
+            // Where nothing has come, a little may have been about to.
+            let new = bytes.max(LEAST_BYTES) / seconds;
+            self.link = Some(self.link.map_or(new, |old| old.powf(LINK_MEMORY) * new.powf(1.0 - LINK_MEMORY)));
         }
     }
 }
@@ -136,8 +144,10 @@ mod tests {
         pace.computed(200.0, Duration::from_secs(1));
         assert!((pace.compute() - 150.0).abs() < 1e-9);
         assert_eq!(pace.link(), None);
-        pace.loaded(100.0, 1.0);
+        pace.loaded(1e9, 1.0);
+        pace.loaded(1e6, 0.1);
+        assert!((pace.link().unwrap() / 1e7 - 100.0f64.powf(0.25)).abs() < 1e-9);
         pace.loaded(0.0, 1.0);
-        assert!((pace.link().unwrap() - 50.0 / 1.5).abs() < 1e-9);
+        assert!((1e5..1e6).contains(&pace.link().unwrap()));
     }
 }

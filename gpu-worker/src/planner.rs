@@ -24,6 +24,8 @@ pub(crate) struct Candidate {
 pub(crate) struct Situation {
     /// Seconds since its loading began.
     pub(crate) elapsed: f64,
+    /// Bytes that have come since then.
+    pub(crate) came: f64,
     /// Seconds until the rows of loaded chunks are known; computing every chunk needs none.
     pub(crate) rows_in: f64,
     pub(crate) chunks: Vec<Candidate>,
@@ -52,6 +54,9 @@ pub(crate) struct Plan {
 const WORTH: f64 = 0.03;
 /// Nor is one of fewer seconds: estimates are not that good.
 const WORTH_SECONDS: f64 = 0.05;
+/// What computing everything takes is known. A plan that loads hangs on the link, on the head's rows and on the speed of sparse
+/// rows, and is taken to last longer than estimated by this share.
+const RISK: f64 = 0.1;
 
 /// Chooses the chunks to compute; none where loading is as fast.
 pub(crate) fn plan(situation: &Situation) -> Plan {
@@ -81,31 +86,34 @@ pub(crate) fn plan(situation: &Situation) -> Plan {
             return (compute, load, compute);
         }
         let first = if begun { 0.0 } else { load / layers };
-        ((load + compute / layers).max(compute + first.max(situation.rows_in)), load, compute)
+        let seconds = (load + compute / layers).max(compute + first.max(situation.rows_in));
+        (seconds, load, compute)
     };
+    let risk = |count: usize| if count == order.len() { 1.0 } else { 1.0 + RISK };
     let (loaded, load, compute) = estimate(&[]);
-    let mut best = (loaded, 0);
+    // Seconds with the risk, and how many chunks are computed.
+    let as_is = loaded * risk(0);
+    let mut best = (as_is, 0);
     for count in 1..=order.len() {
-        let (seconds, ..) = estimate(&order[..count]);
+        let seconds = estimate(&order[..count]).0 * risk(count);
         if seconds < best.0 {
             best = (seconds, count);
         }
     }
-    if best.0 > loaded * (1.0 - WORTH) || best.0 > loaded - WORTH_SECONDS {
-        best = (loaded, 0);
+    if best.0 > as_is * (1.0 - WORTH) || best.0 > as_is - WORTH_SECONDS {
+        best = (as_is, 0);
     }
     let mut fresh = order[..best.1].to_vec();
     fresh.sort_unstable();
-    Plan { fresh, seconds: (loaded, best.0), preload: preload(situation.layers, compute, load) }
+    Plan { fresh, seconds: (loaded, best.0 / risk(best.1)), preload: preload(situation.layers, compute, load) }
 }
 
 /// Bytes a second: of this load, and of earlier ones for as long as this one has brought less than a layer.
 fn rate(situation: &Situation) -> f64 {
     let total: f64 = situation.chunks.iter().map(|chunk| chunk.bytes).sum();
-    let arrived: f64 = situation.chunks.iter().map(|chunk| chunk.arrived).sum();
     let prior = total / f64::from(situation.layers.max(1));
     let before = situation.link.map_or(0.0, |link| prior / link.max(1.0));
-    ((arrived + prior) / (situation.elapsed + before).max(1e-9)).max(1.0)
+    ((situation.came + prior) / (situation.elapsed + before).max(1e-9)).max(1.0)
 }
 
 /// ⌈(L − 1)(1 − T_p / T_l) + 1⌉ where a layer loads slower than it is computed, else 1.
@@ -130,7 +138,8 @@ mod tests {
             selected: 0.2 / 16.0 * 1e9,
             whole: 1.0 / 16.0 * 1e9,
         };
-        Situation { elapsed, rows_in: 0.0, chunks: vec![chunk; 16], rest: 0.0, compute: 1e9, link, layers: 24 }
+        let came = 16e6 * arrived_share;
+        Situation { elapsed, came, rows_in: 0.0, chunks: vec![chunk; 16], rest: 0.0, compute: 1e9, link, layers: 24 }
     }
 
     #[test]
@@ -172,6 +181,7 @@ mod tests {
     #[test]
     fn what_has_come_is_not_thrown_away() {
         let mut situation = situation(0.1, 0.0, None);
+        situation.came = 1e6;
         situation.chunks[3] = Candidate { arrived: 1e6, begun: true, ..situation.chunks[3] };
         let plan = plan(&situation);
         assert!(!plan.fresh.contains(&3), "{plan:?}");

@@ -5,14 +5,17 @@
 //! request, however that ends) is never evicted. What no request has asked for during the longest lease is dropped: then
 //! the cache service may have been told to erase it. Whoever takes a layer has the cache service's word, of this request,
 //! that the chunk is stored; the pool does not ask.
+//!
+//! Rows that a request computes anew are not loaded, so a layer may be kept with gaps. What it has need not come again: the
+//! next request loads only the missing rows, and puts both together here before anything looks at them.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use kvsplice_kv::eviction::{Book, Eviction};
-use kvsplice_kv::{ChunkId, Variant};
+use kvsplice_kv::{ChunkId, KvLayout, RowRanges, Variant};
 use kvsplice_proto::load::{Form, Loaded};
 use kvsplice_proto::v1;
 
@@ -40,6 +43,25 @@ pub(crate) struct Wish {
     pub(crate) cost: f64,
     /// The cache service has it, as of this request: layers may be taken and kept.
     pub(crate) confirmed: bool,
+    /// The shape of its layers.
+    pub(crate) layout: KvLayout,
+    pub(crate) tokens: u32,
+}
+
+/// A layer that is kept, as it is stored; zeros stand for the rows that it lacks.
+#[derive(Clone, Debug)]
+struct Entry {
+    data: Bytes,
+    lacks: RowRanges,
+}
+
+/// What the pool has of a chunk.
+#[derive(Debug, Default)]
+pub(crate) struct Taken {
+    /// Whole layers, ascending.
+    pub(crate) whole: Vec<(u32, Bytes)>,
+    /// Rows that it has of every other layer.
+    pub(crate) have: RowRanges,
 }
 
 /// The pool; clones share it.
@@ -53,7 +75,7 @@ pub(crate) struct Pool {
 
 #[derive(Debug)]
 struct State {
-    book: Book<(PoolKey, u32), Bytes>,
+    book: Book<(PoolKey, u32), Entry>,
     chunks: HashMap<PoolKey, Kept>,
     hits: u64,
     misses: u64,
@@ -75,6 +97,8 @@ struct Kept {
 pub(crate) struct Hold {
     pool: Pool,
     wishes: Vec<Wish>,
+    /// By place and layer, those with gaps that were taken.
+    gapped: HashMap<(usize, u32), Entry>,
 }
 
 impl Pool {
@@ -127,7 +151,7 @@ impl Pool {
             }
             None => wishes.clear(),
         }
-        Hold { pool: self.clone(), wishes }
+        Hold { pool: self.clone(), wishes, gapped: HashMap::new() }
     }
 
     /// What Status says of it.
@@ -172,28 +196,34 @@ impl State {
         }
     }
 
-    /// Keeps a layer if there is room beside what is held. Returns what must be freed: better without the lock.
-    fn keep(&mut self, key: PoolKey, layer: u32, data: Bytes, cost: f64) -> Vec<Bytes> {
+    /// Keeps a layer if there is room beside what is held, in the place of one that lacks more. Returns what must be freed:
+    /// better without the lock.
+    fn keep(&mut self, key: PoolKey, layer: u32, entry: Entry, cost: f64) -> Vec<Entry> {
         // A request that is over does not fill the pool any more.
         let held = self.chunks.get(&key).is_some_and(|kept| kept.holders > 0);
-        if !held || self.book.get(&(key, layer)).is_some() {
+        let known = self.book.get(&(key, layer));
+        if !held || known.is_some_and(|known| known.lacks.len() <= entry.lacks.len()) {
             return Vec::new();
         }
-        let bytes = data.len() as u64 + ENTRY_BYTES;
+        let bytes = entry.data.len() as u64 + ENTRY_BYTES;
+        let replaced = self.book.remove(&(key, layer));
+        if let (Some(_), Some(kept)) = (&replaced, self.chunks.get_mut(&key)) {
+            kept.layers = kept.layers.saturating_sub(1);
+        }
         let chunks = &self.chunks;
         let is_held = |(key, _): &(PoolKey, u32)| chunks.get(key).is_some_and(|kept| kept.holders > 0);
         let (evicted, room) = self.book.make_room(bytes, is_held);
-        let mut freed = Vec::with_capacity(evicted.len());
-        for ((key, _), data) in evicted {
+        let mut freed = Vec::from_iter(replaced);
+        for ((key, _), entry) in evicted {
             self.evicted += 1;
-            freed.push(data);
+            freed.push(entry);
             if let Some(kept) = self.chunks.get_mut(&key) {
                 kept.layers = kept.layers.saturating_sub(1);
             }
             self.drop_if_empty(&key);
         }
         if room {
-            self.book.insert((key, layer), data, bytes, cost);
+            self.book.insert((key, layer), entry, bytes, cost);
             if let Some(kept) = self.chunks.get_mut(&key) {
                 kept.layers += 1;
             }
@@ -203,30 +233,34 @@ impl State {
 }
 
 impl Hold {
-    /// The layers that are here of the chunk at `place`, by layer. Counts a request of each.
-    pub(crate) fn take(&self, place: usize) -> Vec<(u32, Bytes)> {
-        let (Some(wish), Some(mut guard)) = (self.wish(place), self.pool.state()) else { return Vec::new() };
+    /// What is here of the chunk at `place`. Counts a request of each layer; one with gaps counts as missing.
+    pub(crate) fn take(&mut self, place: usize) -> Taken {
+        let wish = self.wishes.iter().find(|wish| wish.place == place);
+        let (Some(wish), Some(mut guard)) = (wish, self.pool.state()) else { return Taken::default() };
         let state = &mut *guard;
-        let mut found = Vec::new();
+        let mut taken = Taken { whole: Vec::new(), have: RowRanges::from_range(0..wish.tokens) };
         for layer in 0..self.pool.layers {
             let key = (wish.key, layer);
-            if let Some(data) = state.book.get(&key) {
-                found.push((layer, data.clone()));
-                state.book.touch(&key);
+            let Some(entry) = state.book.get(&key) else {
+                taken.have = RowRanges::default();
+                continue;
+            };
+            if entry.lacks.is_empty() {
+                taken.whole.push((layer, entry.data.clone()));
+            } else {
+                taken.have = taken.have.without(&entry.lacks);
+                self.gapped.insert((place, layer), entry.clone());
             }
+            state.book.touch(&key);
         }
-        state.hits += found.len() as u64;
-        state.misses += u64::from(self.pool.layers) - found.len() as u64;
-        found
+        state.hits += taken.whole.len() as u64;
+        state.misses += u64::from(self.pool.layers) - taken.whole.len() as u64;
+        taken
     }
 
-    /// What keeps news of the load, for as long as the request lasts.
+    /// What keeps news of the load, for as long as the request lasts. Call it once everything is taken.
     pub(crate) fn keeper(&self) -> Keeper {
-        Keeper { pool: self.pool.clone(), wishes: self.wishes.clone() }
-    }
-
-    fn wish(&self, place: usize) -> Option<&Wish> {
-        self.wishes.iter().find(|wish| wish.place == place)
+        Keeper { pool: self.pool.clone(), wishes: self.wishes.clone(), gapped: self.gapped.clone() }
     }
 }
 
@@ -248,30 +282,64 @@ impl Drop for Hold {
 pub(crate) struct Keeper {
     pool: Pool,
     wishes: Vec<Wish>,
+    gapped: HashMap<(usize, u32), Entry>,
 }
 
 impl Keeper {
-    /// Keeps a layer that has come whole over the wire, and forgets a chunk that the cache service cannot give.
-    pub(crate) fn note(&self, news: &Loaded) {
-        let place = match news {
+    /// Puts what has come over the wire together with what was here, keeps it, and forgets a chunk that the cache service
+    /// cannot give.
+    pub(crate) fn take_in(&self, news: Loaded) -> Loaded {
+        let place = match &news {
             Loaded::Layer { chunk, .. } | Loaded::Failed { chunk, .. } => *chunk,
         };
-        let (Some(wish), Some(mut state)) = (self.wishes.iter().find(|wish| wish.place == place), self.pool.state())
-        else {
-            return;
-        };
-        match news {
-            Loaded::Layer { layer, data, form: Form::Whole, .. } => {
-                let cost = wish.cost / f64::from(self.pool.layers.max(1));
-                let freed = state.keep(wish.key, *layer, data.clone(), cost);
-                drop(state);
-                drop(freed);
+        let Some(wish) = self.wishes.iter().find(|wish| wish.place == place) else { return news };
+        let (layer, data, form, source, bytes) = match news {
+            Loaded::Layer { layer, data, form, source, bytes, .. } => (layer, data, form, source, bytes),
+            Loaded::Failed { ref reason, .. } => {
+                // A store that cannot be reached says nothing of the chunk.
+                if let (false, Some(mut state)) = (reason.starts_with("store"), self.pool.state()) {
+                    state.forget(&wish.key, self.pool.layers);
+                }
+                return news;
             }
-            // A store that cannot be reached says nothing of the chunk.
-            Loaded::Failed { reason, .. } if !reason.starts_with("store") => state.forget(&wish.key, self.pool.layers),
-            _ => {}
+        };
+        let came = match form {
+            // The page cache keeps it.
+            Form::Mapped => return Loaded::Layer { chunk: place, layer, data, form, source, bytes },
+            Form::Whole => Entry { data, lacks: RowRanges::default() },
+            Form::Gapped(lacks) => Entry { data, lacks },
+        };
+        let entry = match self.gapped.get(&(place, layer)) {
+            Some(known) if !came.lacks.is_empty() => match joined(came, known, wish) {
+                Ok(entry) => entry,
+                Err(reason) => return Loaded::Failed { chunk: place, reason, service_down: false },
+            },
+            _ => came,
+        };
+        let cost = wish.cost / f64::from(self.pool.layers.max(1));
+        let freed = self.pool.state().map(|mut state| state.keep(wish.key, layer, entry.clone(), cost));
+        drop(freed);
+        let form = if entry.lacks.is_empty() { Form::Whole } else { Form::Gapped(entry.lacks) };
+        Loaded::Layer { chunk: place, layer, data: entry.data, form, source, bytes }
+    }
+}
+
+/// A layer with the rows of another one in its gaps.
+fn joined(came: Entry, known: &Entry, wish: &Wish) -> Result<Entry, String> {
+    let (bytes, known_bytes) = (came.data.len(), known.data.len());
+    let mut data = BytesMut::from(came.data);
+    let missing = came.lacks.without(&known.lacks);
+    for &part in wish.layout.parts().iter().filter(|part| part.by_token()) {
+        let (start, row_bytes) = (wish.layout.part_range(part, wish.tokens).start, wish.layout.row_bytes(part));
+        for rows in missing.ranges() {
+            let place = start + rows.start as usize * row_bytes..start + rows.end as usize * row_bytes;
+            let (Some(to), Some(from)) = (data.get_mut(place.clone()), known.data.get(place)) else {
+                return Err(format!("foreign: layers of {bytes} and {known_bytes} bytes do not fit"));
+            };
+            to.copy_from_slice(from);
         }
     }
+    Ok(Entry { data: data.freeze(), lacks: came.lacks.intersection(&known.lacks) })
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use kvsplice_kv::{ChunkId, ChunkKey, KvLayout, ModelDigest, Variant, object};
 use kvsplice_model::auxiliary::ChunkKv;
 use kvsplice_model::{Compute, Model};
-use kvsplice_proto::cache::CacheClient;
+use kvsplice_proto::cache::{CacheClient, us_per_token};
 use kvsplice_proto::load::Loader;
 use quick_cache::sync::Cache;
 use quick_cache::{OptionsBuilder, Weighter};
@@ -120,17 +120,13 @@ impl Auxiliary {
         }
         let missing = self.missing(wanted, &found);
         if fetch_stored && !missing.is_empty() {
-            match fetch(&self.loader, &missing, self.layout, self.variant()).await {
-                Ok(fetched) => {
-                    for (chunk, kv) in missing.iter().zip(fetched) {
-                        let Some(kv) = kv else { continue };
-                        origin = origin.max(Origin::Object);
-                        let kv = Arc::new(kv);
-                        self.memory.insert(chunk.id, Arc::clone(&kv));
-                        found.insert(chunk.id, kv);
-                    }
-                }
-                Err(status) => warn!(error = status.message(), "fetch auxiliary KV: computing it instead"),
+            let fetched = fetch(&self.loader, &missing, self.layout, self.variant()).await;
+            for (chunk, kv) in missing.iter().zip(fetched) {
+                let Some(kv) = kv else { continue };
+                origin = origin.max(Origin::Object);
+                let kv = Arc::new(kv);
+                self.memory.insert(chunk.id, Arc::clone(&kv));
+                found.insert(chunk.id, kv);
             }
         }
         let missing = self.missing(wanted, &found);
@@ -203,7 +199,7 @@ impl Auxiliary {
         let ids = chunks.iter().map(|chunk| chunk.ids.clone()).collect();
         let (computed, spent) = self.engine.encode(prefix, ids, self.layout.encoding).await?;
         let tokens: usize = chunks.iter().map(|chunk| chunk.ids.len()).sum();
-        let us_per_token = spent.as_secs_f64() * 1e6 / tokens.max(1) as f64;
+        let us_per_token = us_per_token(spent, tokens as u64);
         let computed: Vec<Arc<ChunkKv>> = computed.into_iter().map(Arc::new).collect();
         if computed.len() != chunks.len() {
             let detail = format!("{} of {} chunks", computed.len(), chunks.len());

@@ -92,6 +92,25 @@ impl RowRanges {
         }
         Self::from_ranges(ranges)
     }
+
+    /// The slots of this set that are not in another.
+    pub fn without(&self, other: &Self) -> Self {
+        let mut ranges = Vec::new();
+        for range in &self.0 {
+            let mut start = range.start;
+            for hole in other.0.iter().filter(|hole| hole.start < range.end && hole.end > range.start) {
+                ranges.push(start..hole.start);
+                start = hole.end;
+            }
+            ranges.push(start..range.end);
+        }
+        Self::from_ranges(ranges)
+    }
+
+    /// Whether every slot of another set is in this one.
+    pub fn covers(&self, other: &Self) -> bool {
+        other.without(self).is_empty()
+    }
 }
 
 #[cfg(test)]
@@ -109,6 +128,11 @@ mod tests {
         assert_eq!(rows.union(&RowRanges::from_slots([6, 8])).ranges(), &[3..7, 8..10]);
         assert_eq!(rows.intersection(&RowRanges::from_slots([1, 4, 5, 6, 9])).ranges(), &[4..6, 9..10]);
         assert!(rows.intersection(&RowRanges::from_slots([7])).is_empty());
+        assert_eq!(rows.without(&RowRanges::from_slots([1, 4, 6, 9])).ranges(), &[3..4, 5..6]);
+        assert_eq!(RowRanges::from_range(0..9).without(&rows).ranges(), &[0..3, 6..9]);
+        assert_eq!(rows.without(&RowRanges::default()), rows);
+        assert!(rows.without(&RowRanges::from_range(2..10)).is_empty());
+        assert!(rows.covers(&RowRanges::from_slots([4, 9])) && !rows.covers(&RowRanges::from_slots([4, 6])));
     }
 
     #[test]

@@ -207,6 +207,12 @@ impl CacheClient {
     }
 }
 
+/// Microseconds a token that computing so many took, as [`CacheClient::put_computed_chunk`] tells the cache service, which goes
+/// by it when it evicts.
+pub fn us_per_token(spent: Duration, tokens: u64) -> f64 {
+    spent.as_secs_f64() * 1e6 / tokens.max(1) as f64
+}
+
 /// Whether a frame's data arrived as it was sent.
 pub fn intact(frame: &v1::Frame) -> bool {
     crc32c::crc32c(&frame.data) == frame.crc32c

@@ -40,6 +40,8 @@ pub struct WantedChunk {
     pub tokens: u32,
     /// The layers to fetch, ascending; empty for all.
     pub layers: Vec<u32>,
+    /// Rows that the caller has of each of them: they need not come.
+    pub have: RowRanges,
 }
 
 /// What to fetch.
@@ -53,6 +55,8 @@ pub struct Wanted {
     pub variant: Variant,
     /// The lease that covers them; may be empty.
     pub lease: String,
+    /// How long the load itself protects them at most, as a lease does, for want of one; zero for not at all.
+    pub protect: Duration,
 }
 
 /// Rows of chunks that need not come, by the place that [`WantedChunk`] gives each. Of a chunk without other rows nothing
@@ -60,12 +64,12 @@ pub struct Wanted {
 pub type Skips = HashMap<usize, RowRanges>;
 
 /// How a layer has come.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Form {
     /// Over the wire, every row of it.
     Whole,
-    /// Over the wire; zeros stand where rows were skipped.
-    Gapped,
+    /// Over the wire; zeros stand for these rows, which were skipped.
+    Gapped(RowRanges),
     /// In a file of this host, which the system's page cache keeps.
     Mapped,
 }
@@ -132,7 +136,7 @@ impl Loader {
     /// Fetches everything, handing news to `sink` until it returns false.
     pub async fn load(&self, wanted: Wanted, skips: mpsc::Receiver<Skips>, mut sink: impl AsyncFnMut(Loaded) -> bool) {
         let open = |chunk: &WantedChunk| {
-            Some(Open { layers: Assembly::new(wanted.layout, chunk.tokens, &chunk.layers), sent: false })
+            Some(Open { layers: Assembly::new(wanted.layout, chunk.tokens, &chunk.layers), begun: false, sent: false })
         };
         let open = wanted.chunks.iter().map(open).collect();
         let mut fetch = Fetch {
@@ -164,6 +168,8 @@ impl Loader {
 /// A chunk of which something is still to come.
 struct Open {
     layers: Assembly,
+    /// Something of it has come.
+    begun: bool,
     /// Its file cannot be used: it is to be sent.
     sent: bool,
 }
@@ -207,7 +213,8 @@ impl<'a> Fetch<'a> {
         self.begin(&all, mapped, false).await?;
         let (mut listening, mut flowing) = (true, true);
         while self.open.iter().any(Option::is_some) {
-            self.checks.start(|index| matches!(self.open.get(index), Some(Some(_))));
+            let expected = flowing && self.open.iter().flatten().any(|chunk| !chunk.begun);
+            self.checks.start(|index| matches!(self.open.get(index), Some(Some(_))), expected);
             if !flowing && self.checks.idle() {
                 return Ok(());
             }
@@ -278,6 +285,7 @@ impl<'a> Fetch<'a> {
                 variant: self.wanted.variant.to_string(),
                 layers: share.layers.to_vec(),
                 lease: self.wanted.lease.clone(),
+                lease_ms: u32::try_from(self.wanted.protect.as_millis()).unwrap_or(u32::MAX),
                 mapped,
                 unmappable,
                 ..v1::Want::default()
@@ -305,20 +313,28 @@ impl<'a> Fetch<'a> {
 
     /// Asks these streams to leave rows out, and waits for them no more. A layer that is on its way comes whole.
     async fn skip(&mut self, streams: std::ops::Range<usize>) {
-        let Some(skips) = &self.skips else { return };
+        let nothing = Skips::new();
+        let skips = self.skips.as_ref().unwrap_or(&nothing);
         let mut dropped = Vec::new();
         for handle in self.handles.get(streams).unwrap_or(&[]) {
             for (place, &index) in (0u32..).zip(&handle.chunks) {
                 let (Some(chunk), Some(Some(state))) = (self.wanted.chunks.get(index), self.open.get_mut(index)) else {
                     continue;
                 };
-                let Some(rows) = skips.get(&chunk.place) else { continue };
-                if rows.len() == chunk.tokens as usize {
+                let skipped = skips.get(&chunk.place);
+                if skipped.is_some_and(|rows| rows.len() == chunk.tokens as usize) {
                     dropped.push(index);
                     continue;
                 }
-                state.layers.skip(rows);
-                let skip = v1::Skip { chunk: place, rows: convert::ranges(rows), from_layer: 0 };
+                // With one row comes the word that the layer is there.
+                let most = RowRanges::from_range(0..chunk.tokens.saturating_sub(1));
+                let rows = skipped.map_or_else(|| chunk.have.clone(), |rows| rows.union(&chunk.have));
+                let rows = if rows.len() == chunk.tokens as usize { rows.intersection(&most) } else { rows };
+                if rows.is_empty() {
+                    continue;
+                }
+                state.layers.skip(&rows);
+                let skip = v1::Skip { chunk: place, rows: convert::ranges(&rows), from_layer: 0 };
                 let message = v1::GetChunksRequest { message: Some(Message::Skip(skip)) };
                 // A stream that is gone says so where it is read.
                 if handle.requests.send(message).await.is_err() {
@@ -340,6 +356,7 @@ impl<'a> Fetch<'a> {
         let place = self.handles.get(stream).and_then(|handle| handle.chunks.get(frame.chunk as usize));
         let Some(&index) = place else { return Vec::new() };
         let Some(Some(chunk)) = self.open.get_mut(index) else { return Vec::new() };
+        chunk.begun = true;
         if let Some(mapping) = &frame.mapping {
             if chunk.sent {
                 return Vec::new();
@@ -356,7 +373,7 @@ impl<'a> Fetch<'a> {
         match accepted {
             Ok(None) => Vec::new(),
             Ok(Some(layer)) => {
-                let form = if layer.whole { Form::Whole } else { Form::Gapped };
+                let form = if layer.lacks.is_empty() { Form::Whole } else { Form::Gapped(layer.lacks) };
                 let source = convert::source(&frame.source).unwrap_or(Source::Object);
                 self.layer(index, frame.layer, layer.bytes, form, source).into_iter().collect()
             }

@@ -129,6 +129,9 @@ impl Mapped {
             let size = self.bytes.len() as u64;
             return Err(Error::Outside { path: self.path.clone(), size, end: range.end });
         }
+        // Only a hint: one call for all pages takes less than a fault for every few of them.
+        #[cfg(target_os = "linux")]
+        let _hint = self.map.advise_range(Advice::PopulateRead, range.start, range.len());
         let bytes = self.bytes.slice(range.clone());
         if crc32c::crc32c(&bytes) != crc32c {
             return Err(Error::Damaged { path: self.path.clone(), range });

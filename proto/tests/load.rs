@@ -264,10 +264,11 @@ impl Fixture {
     async fn load_layers(&self, skips: Option<Skips>, layers: impl Fn(usize) -> Vec<u32>) -> Got {
         let chunk = |(place, (id, _)): (usize, &(ChunkId, Bytes))| {
             let layers = layers(place);
-            WantedChunk { place, id: *id, tokens: TOKENS, layers }
+            WantedChunk { place, id: *id, tokens: TOKENS, layers, have: RowRanges::default() }
         };
         let chunks = self.chunks.iter().enumerate().map(chunk).collect();
-        let wanted = Wanted { chunks, layout: LAYOUT, variant: VARIANT, lease: "lease".into() };
+        let wanted =
+            Wanted { chunks, layout: LAYOUT, variant: VARIANT, lease: "lease".into(), protect: Duration::from_secs(7) };
         let (say, said) = mpsc::channel(1);
         if let Some(skips) = skips {
             say.send(skips).await.unwrap();
@@ -290,7 +291,7 @@ impl Fixture {
                     assert!(got.layers.insert((chunk, layer), data).is_none(), "layer {layer} comes twice");
                     got.forms.insert(match form {
                         Form::Whole => "whole",
-                        Form::Gapped => "gapped",
+                        Form::Gapped(_) => "gapped",
                         Form::Mapped => "mapped",
                     });
                     *got.wire.entry(chunk).or_default() += bytes;

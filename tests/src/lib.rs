@@ -30,7 +30,7 @@ pub use process::Process;
 pub use prompt::{article, characters, greedy, inline, options, raw, request, specification, strategy, words};
 pub use reference::{EXACT, Reference, TINY, Verdict};
 pub use store::FaultyStore;
-pub use storm::{Fault, StormStore};
+pub use storm::{Fault, StormStore, Weather};
 pub use wait::{wait_idle, wait_serving, wait_until, watch};
 
 /// The built program. Fails when it has not been built: `make test` does that first.

@@ -6,7 +6,8 @@
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
+use kvsplice_kv::{ChunkId, Encoding, Variant};
 use kvsplice_proto::v1::part::Kind;
 use kvsplice_proto::v1::prefill_event::Event;
 use kvsplice_proto::v1::prefill_request::Message;
@@ -96,8 +97,17 @@ impl Reference {
         let fresh: BTreeSet<String> =
             answer.planned.chunks.iter().zip(&sources).filter(is_fresh).map(|(id, _)| id.clone()).collect();
         let tokens = answer.token_ids.len() as u32;
-        let expected = self.answer(chunks, question, spec, tokens, &fresh)?;
-        if expected.dump.rows == answer.dump.rows {
+        let stored = |id: &String| if fresh.contains(id) { None } else { Some(VARIANT.to_owned()) };
+        let variants: Vec<_> = answer.planned.chunks.iter().map(stored).collect();
+        // A head trusts for a while what it knows of stored variants, so that hiding chunks from it says nothing: the rows are
+        // taken as they are.
+        let by_variants = spec.starts_with("craft");
+        let case = if by_variants { ("direct", BTreeSet::new()) } else { (spec, fresh.clone()) };
+        let expected = self.answer(chunks, question, case.0, tokens, &case.1)?;
+        if by_variants {
+            let same = self.replays(answer, spec, &variants)?;
+            ensure!(same, "the tokens or logits differ from a run with just these rows and fresh chunks");
+        } else if expected.dump.rows == answer.dump.rows {
             let difference = expected.logit_difference(answer);
             ensure!(difference <= TOLERANCE, "the first logits differ by {difference}");
             ensure!(expected.text == answer.text, "{:?} instead of {:?}", answer.text, expected.text);
@@ -105,8 +115,8 @@ impl Reference {
         } else {
             // The rows were chosen before these chunks became fresh.
             ensure!(spec.starts_with("clip") && !fresh.is_empty(), "{spec}: the rows differ");
-            let replayed = self.replay(answer, spec, &fresh)?;
-            ensure!(replayed == answer.token_ids, "the tokens differ from a run with just these rows and fresh chunks");
+            let same = self.replays(answer, spec, &variants)?;
+            ensure!(same, "the tokens or logits differ from a run with just these rows and fresh chunks");
         }
         Ok(match (spec == "full" && asked != "full" || !fresh.is_empty(), sources.contains(&"repaired")) {
             (true, _) => Verdict::Fresh,
@@ -146,8 +156,52 @@ impl Reference {
         Ok(answer)
     }
 
-    /// Asks the worker for just the rows and fresh chunks of `answer`.
-    fn replay(&self, answer: &Answer, spec: &str, fresh: &BTreeSet<String>) -> Result<Vec<u32>> {
+    /// Keeps the chunks' KV as it is in the context of this prompt, beside that of each chunk alone.
+    pub fn capture(&mut self, chunks: &[String], question: &str) -> Result<()> {
+        for spec in ["direct", "craft:capture=true"] {
+            self.client.generate(request(inline(chunks, question, true), strategy(spec), 1))?;
+        }
+        Ok(())
+    }
+
+    /// As [`Reference::check`], for `craft` over a prompt whose chunks were captured in its own context and in no other. Each
+    /// chunk that the receipt calls stored may come of the capture, or alone where the capture was not to be had.
+    pub fn check_captured(&mut self, chunks: &[String], question: &str, answer: &Answer) -> Result<Verdict> {
+        let sources = answer.sources();
+        for chunk in &answer.receipt.chunks {
+            let as_asked = STORED.contains(&chunk.source.as_str());
+            ensure!(as_asked || !chunk.reason.is_empty(), "no reason for {chunk:?}");
+        }
+        if answer.receipt.effective != "craft" || !sources.contains(&"repaired") && answer.dump.rows.is_empty() {
+            // What was captured behind the same chunks is what full attention computes.
+            let tokens = answer.token_ids.len() as u32;
+            let full = self.answer(chunks, question, "full", tokens, &BTreeSet::new())?;
+            let difference = full.logit_difference(answer);
+            ensure!(difference <= TOLERANCE, "the first logits differ by {difference}");
+            ensure!(full.token_ids == answer.token_ids, "the tokens differ from those of full");
+            let fresh = answer.receipt.effective != "craft";
+            return Ok(if fresh { Verdict::Fresh } else { Verdict::Stored });
+        }
+        let ids: Vec<ChunkId> = answer.planned.chunks.iter().map(|id| Ok(id.parse()?)).collect::<Result<_>>()?;
+        for alone in 0..1u32 << ids.len() {
+            let variant = |(index, source): (usize, &&str)| match *source {
+                "fresh" => None,
+                "repaired" => Some(VARIANT.to_owned()),
+                _ if alone >> index & 1 == 1 => Some(VARIANT.to_owned()),
+                _ => Some(Variant::context(Encoding::F32, &ids[..index]).to_string()),
+            };
+            let variants: Vec<_> = sources.iter().enumerate().map(variant).collect();
+            if self.replays(answer, "craft", &variants)? {
+                let repaired = sources.contains(&"repaired");
+                return Ok(if repaired { Verdict::Repaired } else { Verdict::Fresh });
+            }
+        }
+        bail!("no run with just these rows, fresh and repaired chunks gives these tokens and logits")
+    }
+
+    /// Whether the worker gives the same tokens and first logits for just the rows of `answer`, with each chunk loaded in a
+    /// variant or fresh.
+    fn replays(&self, answer: &Answer, spec: &str, variants: &[Option<String>]) -> Result<bool> {
         let (ids, starts) = (&answer.dump.token_ids, &answer.dump.chunk_starts);
         let part = |kind: Kind, first: u32, end: usize| v1::Part {
             kind: kind.into(),
@@ -157,9 +211,11 @@ impl Reference {
             ..v1::Part::default()
         };
         let mut parts = vec![part(Kind::Prefix, 0, starts[0] as usize)];
-        for (pair, id) in starts.windows(2).zip(&answer.planned.chunks) {
-            let chunk = if fresh.contains(id) { String::new() } else { id.clone() };
-            parts.push(v1::Part { chunk, behind_prefix: true, ..part(Kind::Chunk, pair[0], pair[1] as usize) });
+        for ((pair, id), variant) in starts.windows(2).zip(&answer.planned.chunks).zip(variants) {
+            let chunk = if variant.is_some() { id.clone() } else { String::new() };
+            let variant = variant.clone().unwrap_or_default();
+            let part = part(Kind::Chunk, pair[0], pair[1] as usize);
+            parts.push(v1::Part { chunk, variant, behind_prefix: true, ..part });
         }
         let question = *starts.last().context("the question has a first slot")?;
         parts.push(part(Kind::Question, question, ids.len()));
@@ -170,24 +226,33 @@ impl Reference {
             sampling: Some(greedy(answer.token_ids.len() as u32)),
             variant: VARIANT.to_owned(),
             options: Some(strategy(spec)),
+            want_logits: true,
             ..v1::PrefillStart::default()
         };
         let ranges = answer.dump.rows.iter().map(|&row| v1::Range { first: row, end: row + 1 }).collect();
         let rows = v1::Rows { ranges, complete_below: ids.len() as u32 };
         let messages =
             [Message::Start(start), Message::Rows(rows)].map(|message| v1::PrefillRequest { message: Some(message) });
-        self.client.run(async {
+        let (tokens, logits) = self.client.run(async {
             let mut worker = WorkerClient::new(client::channel(self.pair.worker.address())?);
             let mut events = worker.prefill(tokio_stream::iter(messages)).await?.into_inner();
-            let mut tokens = Vec::new();
+            let (mut tokens, mut logits) = (Vec::new(), Vec::new());
             while let Some(event) = events.message().await? {
                 match event.event {
                     Some(Event::Token(token)) => tokens.push(token.id),
+                    Some(Event::Logits(bytes)) => logits = floats(&bytes),
                     Some(Event::Done(_)) => break,
                     _ => {}
                 }
             }
-            Ok(tokens)
-        })
+            Ok::<_, anyhow::Error>((tokens, logits))
+        })?;
+        let far = |(one, other): (&f32, &f32)| (one - other).abs() > TOLERANCE;
+        let same = logits.len() == answer.dump.logits.len() && !logits.iter().zip(&answer.dump.logits).any(far);
+        Ok(same && tokens == answer.token_ids)
     }
+}
+
+fn floats(bytes: &[u8]) -> Vec<f32> {
+    bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
 }

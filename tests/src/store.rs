@@ -25,8 +25,8 @@ pub struct FaultyStore {
     held: AtomicUsize,
     /// Of all reads of chunk KV together; 0 for no limit.
     bytes_per_second: AtomicU64,
-    /// When the reads so far are through at that speed.
-    link_free: Mutex<Option<Instant>>,
+    /// Held by the read that is on the link; when the last one was through. A read that is given up leaves the link.
+    link: tokio::sync::Mutex<Option<Instant>>,
     write_error: Mutex<Option<ErrorKind>>,
     /// Chunks that are not found.
     hidden: Mutex<HashSet<String>>,
@@ -61,23 +61,21 @@ impl FaultyStore {
     /// From now on all reads of chunk KV together bring this many bytes a second, one after another; 0 for no limit.
     pub fn throttle(&self, bytes_per_second: u64) {
         self.bytes_per_second.store(bytes_per_second, Ordering::SeqCst);
-        *hold(&self.link_free) = None;
     }
 
     /// Waits for a read's turn on the throttled link.
     async fn pass_link(&self, bytes: u64) {
+        let asked = Instant::now();
+        let mut last = self.link.lock().await;
         let rate = self.bytes_per_second.load(Ordering::SeqCst);
         if rate == 0 {
             return;
         }
-        let through = {
-            let mut free = hold(&self.link_free);
-            let begin = free.unwrap_or_else(Instant::now).max(Instant::now());
-            let through = begin + Duration::from_secs_f64(bytes as f64 / rate as f64);
-            *free = Some(through);
-            through
-        };
+        // Clocks wake late: the next read begins when this one should have been through.
+        let begin = last.map_or(asked, |last| last.max(asked));
+        let through = begin + Duration::from_secs_f64(bytes as f64 / rate as f64);
         tokio::time::sleep_until(through.into()).await;
+        *last = Some(through);
     }
 
     /// Reads that were begun and never end.

@@ -43,13 +43,25 @@ pub enum Fault {
     StaleList,
 }
 
+/// How bad it gets.
+#[derive(Clone, Copy, Debug)]
+pub struct Weather {
+    /// Of the reads, each goes wrong whose number this divides.
+    pub every_read: u64,
+    /// The same for all other calls.
+    pub every_write: u64,
+    /// Whether there are writes of a part.
+    pub tears: bool,
+    /// Milliseconds that a slow call takes at most.
+    pub slow_ms: u64,
+}
+
 /// The store. Calm until [`StormStore::rage`].
 #[derive(Debug)]
 pub struct StormStore {
     inner: InMemory,
     random: Mutex<ChaCha8Rng>,
-    every: u64,
-    tears: bool,
+    weather: Weather,
     raging: AtomicBool,
     reads: AtomicU64,
     /// All calls that are no reads.
@@ -67,14 +79,12 @@ fn failure() -> Error {
 }
 
 impl StormStore {
-    /// A store on which, once it rages, every read whose number `every` divides goes wrong, and of the other calls, which
-    /// are rare, every second. Only if it `tears` are there writes of a part.
-    pub fn new(seed: u64, every: u64, tears: bool) -> Arc<Self> {
+    /// A store that is calm.
+    pub fn new(seed: u64, weather: Weather) -> Arc<Self> {
         Arc::new(Self {
             inner: InMemory::new(),
             random: Mutex::new(ChaCha8Rng::seed_from_u64(seed)),
-            every: every.max(1),
-            tears,
+            weather,
             raging: AtomicBool::new(false),
             reads: AtomicU64::new(0),
             writes: AtomicU64::new(0),
@@ -104,8 +114,9 @@ impl StormStore {
         if !self.raging.load(Ordering::SeqCst) {
             return None;
         }
-        let (calls, every) = if reads { (&self.reads, self.every) } else { (&self.writes, 2) };
-        if !(calls.fetch_add(1, Ordering::SeqCst) + 1).is_multiple_of(every) {
+        let (every_read, every_write) = (self.weather.every_read, self.weather.every_write);
+        let (calls, every) = if reads { (&self.reads, every_read) } else { (&self.writes, every_write) };
+        if !(calls.fetch_add(1, Ordering::SeqCst) + 1).is_multiple_of(every.max(1)) {
             return None;
         }
         faults.get(self.below(faults.len())).copied()
@@ -128,7 +139,8 @@ impl StormStore {
             }
             Some(Fault::Slow) => {
                 self.note(Fault::Slow);
-                tokio::time::sleep(Duration::from_millis(1 + self.below(4) as u64)).await;
+                let most = usize::try_from(self.weather.slow_ms).unwrap_or(usize::MAX);
+                tokio::time::sleep(Duration::from_millis(1 + self.below(most) as u64)).await;
                 Ok(None)
             }
             other => Ok(other),
@@ -146,7 +158,7 @@ impl fmt::Display for StormStore {
 impl ObjectStore for StormStore {
     async fn put_opts(&self, location: &Path, payload: PutPayload, options: PutOptions) -> Result<PutResult> {
         let all = [Fault::Slow, Fault::Fail, Fault::LostAnswer, Fault::TornAndFails, Fault::TornAndLies];
-        let fault = self.draw(false, if self.tears { &all } else { &all[..3] });
+        let fault = self.draw(false, if self.weather.tears { &all } else { &all[..3] });
         let Some(fault) = self.begin(fault).await? else {
             return self.inner.put_opts(location, payload, options).await;
         };
@@ -241,7 +253,7 @@ mod tests {
 
     #[tokio::test]
     async fn every_third_call_goes_wrong_and_the_others_do_not() {
-        let store = StormStore::new(7, 3, true);
+        let store = StormStore::new(7, Weather { every_read: 3, every_write: 2, tears: true, slow_ms: 4 });
         let path = Path::from("kv/x");
         store.put(&path, vec![0; 500].into()).await.unwrap();
         store.rage(true);

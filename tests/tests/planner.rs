@@ -9,10 +9,11 @@ use kvsplice_proto::v1;
 use kvsplice_tests::{Answer, CacheService, Client, FaultyStore, Pair, inline, options, request, words};
 
 const QUESTION: &str = "Who keeps the beehives of the harbor?";
-/// Rounds of full and clip, alternating, at each speed; the first of them is warm-up.
-const ROUNDS: usize = 4;
-/// Asked: 1.05. Here head, worker, cache service and test share two processors, and full prefill looks nothing up.
-const ALLOWED: f64 = 1.6;
+/// Rounds of full and clip, alternating, at each speed; after the first of them the worker knows the link.
+const ROUNDS: usize = 5;
+/// What is asked for, and what a host that is not quiet keeps.
+const ASKED: f64 = 1.05;
+const ALLOWED: f64 = 1.2;
 
 fn ask(client: &Client, chunks: &[String], strategy: &str) -> (f64, Answer) {
     let prefix_cache = (strategy != "full").then_some(false);
@@ -26,7 +27,17 @@ fn ask(client: &Client, chunks: &[String], strategy: &str) -> (f64, Answer) {
 
 fn median(mut times: Vec<f64>) -> f64 {
     times.sort_by(f64::total_cmp);
-    times[times.len() / 2]
+    let half = times.len() / 2;
+    (times[half] + times[(times.len() - 1) / 2]) / 2.0
+}
+
+/// Where the time of an answer went, and why chunks were computed.
+fn stages(answer: &Answer) -> String {
+    let spans = answer.receipt.spans.iter();
+    let spans: Vec<String> =
+        spans.map(|span| format!("{} {:.0}-{:.0}", span.stage, span.start_ms, span.end_ms)).collect();
+    let reason = answer.receipt.chunks.iter().find_map(|chunk| chunk.reason.strip_prefix("slow: "));
+    format!("{}; {}", spans.join(", "), reason.unwrap_or("all loaded"))
 }
 
 #[test]
@@ -39,6 +50,7 @@ fn a_spliced_prompt_is_not_slower_than_full_at_any_speed_of_the_store() {
     let chunks: Vec<String> = (0..5).map(|index| words(index * 150, 150)).collect();
     // Stores the chunks, and leaves the auxiliary KV with the head.
     ask(&client, &chunks, "clip");
+    ask(&client, &chunks, "full");
     let full = median((0..3).map(|_| ask(&client, &chunks, "full").0).collect());
     let (fast, answer) = ask(&client, &chunks, "clip");
     assert!(answer.sources().iter().all(|source| *source == "object"), "{:?}", answer.sources());
@@ -48,27 +60,30 @@ fn a_spliced_prompt_is_not_slower_than_full_at_any_speed_of_the_store() {
         store.throttle((share * bytes / full) as u64);
         let (mut full_times, mut clip_times, mut fresh) = (Vec::new(), Vec::new(), Vec::new());
         for _ in 0..ROUNDS {
-            full_times.push(ask(&client, &chunks, "full").0);
+            let (time, _) = ask(&client, &chunks, "full");
+            full_times.push(time);
             let (time, answer) = ask(&client, &chunks, "clip");
             clip_times.push(time);
-            let spans: Vec<String> = answer
-                .receipt
-                .spans
-                .iter()
-                .map(|span| format!("{} {:.0}-{:.0}", span.stage, span.start_ms, span.end_ms))
-                .collect();
-            println!("  clip {time:.2} s: {}", spans.join(", "));
+            println!("  clip {time:.2} s: {}", stages(&answer));
             fresh.push(answer.sources().iter().filter(|source| **source == "fresh").count());
             if fresh.last() == Some(&chunks.len()) {
                 assert_eq!(answer.receipt.effective, "full", "{:?}", answer.receipt);
             }
         }
-        let (full, clip) = (median(full_times.split_off(1)), median(clip_times.split_off(1)));
-        let ratio = clip / full;
-        println!("{share} × break-even: full {full:.2} s, clip {clip:.2} s, ratio {ratio:.2}, fresh chunks {fresh:?}");
+        full_times.push(ask(&client, &chunks, "full").0);
+        // Each beside those of full before and after it: a busy host slows both.
+        let beside = full_times.windows(2).map(|pair| (pair[0] + pair[1]) / 2.0);
+        let ratios: Vec<f64> = clip_times.iter().zip(beside).map(|(clip, full)| clip / full).collect();
+        let ratio = median(ratios[1..].to_vec());
+        let kept = if ratio <= ASKED { "kept" } else { "not kept" };
+        println!(
+            "{share} × break-even: full {:.2} s, clip {:.2} s, ratio {ratio:.2} ({kept}: {ASKED}), {ratios:.2?}, fresh chunks {fresh:?}",
+            median(full_times),
+            median(clip_times)
+        );
         assert!(ratio <= ALLOWED, "{share} × break-even: {ratio:.2}");
         if share >= 10.0 {
-            assert!(ratio < 1.1, "a fast store must not cost: {ratio:.2}");
+            assert!(ratio < 1.0, "a fast store must gain: {ratio:.2}");
         }
     }
     store.throttle(0);

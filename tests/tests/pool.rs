@@ -110,6 +110,42 @@ fn the_second_prompt_of_the_same_chunks_finds_them_in_the_worker_and_answers_ali
 }
 
 #[test]
+fn rows_that_one_request_left_out_are_all_that_the_next_one_loads() {
+    let store = Arc::new(FaultyStore::default());
+    let cache = CacheService::start(store.clone(), 0, "127.0.0.1:0").unwrap();
+    let storing = Pair::start(cache.address(), &EXACT).unwrap();
+    let pool = format!("worker.pool_bytes={MEMORY}");
+    let pair = Pair::start(cache.address(), &[&EXACT[..], &["--set", pool.as_str()]].concat()).unwrap();
+    let client = Client::connect(pair.head.address()).unwrap();
+    let mut reference = Reference::start().unwrap();
+    // Reads are slower than the head: what is to be left out is known before a layer is sent.
+    store.delay_reads(Duration::from_millis(100));
+    for (number, first) in ["lego:first_tokens=9", "lego:first_tokens=20"].into_iter().enumerate() {
+        let chunks: Vec<String> = (0..4).map(|place| words(1000 * number + place * 60, 30 + 4 * place)).collect();
+        let stored = request(inline(&chunks, QUESTION, true), strategy("direct"), 1);
+        let all = bytes(&Client::connect(storing.head.address()).unwrap().generate(stored).unwrap());
+        let mut loaded = Vec::new();
+        // The second leaves out other rows, the third none.
+        for (question, spec) in
+            [(QUESTION, first), ("Where does the river end?", "lego:first_tokens=5"), (QUESTION, "clip:0.3")]
+        {
+            let answer = client.generate(request(inline(&chunks, question, false), strategy(spec), 8)).unwrap();
+            let verdict = reference.check(&chunks, question, spec, &answer);
+            assert_eq!(verdict.unwrap_or_else(|error| panic!("{spec} after {first}: {error:#}")), Verdict::Stored);
+            loaded.push(bytes(&answer));
+            wait_idle(pair.worker.address(), cache.address(), Duration::from_secs(5)).unwrap();
+        }
+        println!("{first}: {loaded:?} of {all} bytes");
+        assert!(loaded[0] < all, "{first} leaves rows out");
+        // With its rows each layer brings one more, with the word that it is there.
+        assert!(loaded.iter().sum::<u64>() < all + all / 10, "{loaded:?} of {all}: rows came twice");
+        let again = client.generate(request(inline(&chunks, QUESTION, false), strategy("direct"), 8)).unwrap();
+        assert_eq!((again.sources(), bytes(&again)), (vec!["device"; 4], 0));
+        assert_eq!(reference.check(&chunks, QUESTION, "direct", &again).unwrap(), Verdict::Stored);
+    }
+}
+
+#[test]
 fn a_pool_that_is_too_small_keeps_its_size_and_the_answers_stay_right() {
     let seed = 61;
     println!("seed {seed}");

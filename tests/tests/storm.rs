@@ -8,14 +8,14 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvsplice_cache_service::{Admission, Config};
 use kvsplice_kv::ChunkId;
 use kvsplice_proto::v1;
 use kvsplice_tests::{
-    CacheService, Client, EXACT, Fault, Pair, Reference, StormStore, Verdict, cache_stats, delete_chunks, greedy,
-    inline, run_ok, strategy, wait_idle, words,
+    Answer, CacheService, Client, EXACT, Fault, Pair, Reference, StormStore, Verdict, Weather, cache_stats,
+    delete_chunks, greedy, inline, run_ok, strategy, wait_idle, words,
 };
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
@@ -29,7 +29,7 @@ const PROMPTS: usize = 80;
 const CALLERS: usize = 4;
 const OUTPUT: u32 = 6;
 const QUESTION: &str = "Who keeps the beehives of the harbor?";
-const STRATEGIES: [&str; 8] = [
+const STRATEGIES: [&str; 9] = [
     "clip:0.3",
     "clip:0.2:group=none",
     "direct",
@@ -38,16 +38,22 @@ const STRATEGIES: [&str; 8] = [
     "lego",
     "blend:0.2",
     "guided:0.3",
+    "craft",
 ];
+/// The chunks of prompts that are captured; each stands in one of them.
+const CAPTURED: [&[usize]; 3] = [&[0, 1, 2], &[3, 4, 5, 6], &[7, 8, 9]];
+/// Captures that are a little younger than those that a head trusts.
+const TRUSTED: Duration = Duration::from_secs(20);
 
 /// A number from the environment.
 fn setting(name: &str) -> Option<u64> {
     std::env::var(name).ok().and_then(|text| text.parse().ok())
 }
 
-fn least_faults() -> u64 {
-    setting("KVSPLICE_FAULTS").unwrap_or(300)
-}
+/// What a storm has at least, if nothing else is set.
+const FAULTS: u64 = 300;
+/// The same where others have shown most already.
+const FEWER_FAULTS: u64 = 120;
 
 fn seed() -> u64 {
     let seed = setting("KVSPLICE_SEED").unwrap_or(31);
@@ -93,15 +99,22 @@ struct System {
     client: Client,
     prompts: Vec<Prompt>,
     ids: Vec<ChunkId>,
+    pool: Vec<String>,
+    /// The worker plans what is loaded.
+    plans: bool,
+    /// Faults that a storm has at least.
+    faults: u64,
     random: ChaCha8Rng,
 }
 
+const SHOWERS: Weather = Weather { every_read: 6, every_write: 2, tears: false, slow_ms: 4 };
+
 impl System {
     /// All chunks are stored, as documents of the corpus `storm` and behind the default prefix, before the storm begins.
-    fn start(store: Arc<StormStore>, config: Config, seed: u64) -> Self {
+    fn start(store: Arc<StormStore>, config: Config, seed: u64, settings: &[&str]) -> Self {
         let cache = CacheService::start_with(store.clone(), config, "127.0.0.1:0").unwrap();
         // The head reads auxiliary KV anew for each request.
-        let settings = [&EXACT[..], &["--set", "head.auxiliary_kv_bytes=0"]].concat();
+        let settings = [&EXACT[..], &["--set", "head.auxiliary_kv_bytes=0"], settings].concat();
         let pair = Pair::start(cache.address(), &settings).unwrap();
         let client = Client::connect(pair.head.address()).unwrap();
         let pool: Vec<String> = (0..CHUNKS).map(|place| words(97 * place, 14 + 5 * place)).collect();
@@ -113,14 +126,15 @@ impl System {
         run_ok(&["ingest", "--server", pair.head.address(), "--corpus", "storm", path.to_str().unwrap()]).unwrap();
         let listed = client.list_chunks("storm").unwrap();
         let ids = listed.iter().map(|chunk| chunk.id.parse().unwrap()).collect();
+        let faults = setting("KVSPLICE_FAULTS").unwrap_or(FAULTS);
         let mut random = ChaCha8Rng::seed_from_u64(seed);
         let prompts = (0..PROMPTS).map(|_| Prompt::draw(&mut random, &pool)).collect();
-        Self { store, cache, pair, client, prompts, ids, random }
+        Self { store, cache, pair, client, prompts, ids, pool, plans: false, faults, random }
     }
 
     fn case(&mut self) -> Case {
         let random = &mut self.random;
-        let Prompt { places, chunks, spec } = self.prompts[random.random_range(0..PROMPTS)].clone();
+        let Prompt { places, chunks, spec } = self.prompts[random.random_range(0..self.prompts.len())].clone();
         let kind = random.random_range(0..10);
         let prompt = match kind {
             // A corpus has chunks behind its prefix only.
@@ -158,29 +172,42 @@ impl System {
 }
 
 /// Random requests in the storm until there were enough faults, each answer judged; then the same prompts in the calm.
-/// Gives what was counted during the storm.
-fn rage(system: &mut System) -> HashMap<String, u64> {
+/// `needed`: what some answers must be. Gives what was counted during the storm.
+fn rage(system: &mut System, needed: &[Verdict]) -> HashMap<String, u64> {
     let mut reference = Reference::start().unwrap();
+    let check = |reference: &mut Reference, case: &Case, answer: &Answer| {
+        reference.check(&case.chunks, QUESTION, case.spec, answer)
+    };
+    rage_before(system, needed, &mut reference, System::lose_one, check)
+}
+
+/// The same; `between` is done in the calm before each few requests, and `check` judges.
+fn rage_before(
+    system: &mut System,
+    needed: &[Verdict],
+    reference: &mut Reference,
+    mut between: impl FnMut(&mut System),
+    mut check: impl FnMut(&mut Reference, &Case, &Answer) -> anyhow::Result<Verdict>,
+) -> HashMap<String, u64> {
     let before = system.lookups();
     let mut verdicts: BTreeMap<String, u64> = BTreeMap::new();
     let injected = |system: &System| system.store.all_injected().values().sum::<u64>();
-    let mut requests = 0;
+    let (mut requests, mut slow) = (0, 0);
     let mut last = Vec::new();
-    while injected(system) < least_faults() {
+    while injected(system) < system.faults {
         let cases: Vec<Case> = (0..CALLERS).map(|_| system.case()).collect();
         requests += cases.len();
-        system.lose_one();
+        between(system);
         system.store.rage(true);
         let answers = system.client.generate_each(cases.iter().map(|case| case.request.clone()).collect());
         system.store.rage(false);
         for (case, answer) in cases.iter().zip(answers) {
             let verdict = match answer {
                 Ok(answer) => {
-                    let verdict = reference.check(&case.chunks, QUESTION, case.spec, &answer);
-                    format!(
-                        "{:?}",
-                        verdict.unwrap_or_else(|error| panic!("{}: {error:#}\n{:?}", case.spec, answer.receipt))
-                    )
+                    slow += answer.receipt.chunks.iter().filter(|chunk| chunk.reason.starts_with("slow: ")).count();
+                    let verdict = check(reference, case, &answer);
+                    let wrong = |error| panic!("{}: {error:#}\n{:?}", case.spec, answer.receipt);
+                    format!("{:?}", verdict.unwrap_or_else(wrong))
                 }
                 Err(status) => {
                     assert!(case.may_fail, "{}: {status}", case.spec);
@@ -196,15 +223,18 @@ fn rage(system: &mut System) -> HashMap<String, u64> {
     system.wait_idle();
     let after = system.lookups();
     println!("{} faults in {requests} requests: {:?}", injected(system), system.store.all_injected());
-    println!("answers: {verdicts:?}");
-    let count = |verdict: Verdict| verdicts.get(&format!("{verdict:?}")).copied().unwrap_or(0);
-    assert!(count(Verdict::Stored) > 0 && count(Verdict::Repaired) > 0 && count(Verdict::Fresh) > 0, "{verdicts:?}");
+    println!("answers: {verdicts:?}; {slow} chunks were computed because they were slow");
+    let missing = needed.iter().find(|verdict| !verdicts.contains_key(&format!("{verdict:?}")));
+    assert_eq!(missing, None, "{verdicts:?}");
+    if system.plans {
+        assert!(slow > 0, "no plan computed a chunk");
+    }
 
     // When it is over, what is stored again is there.
     for case in last {
-        let stored = v1::GenerateRequest { prompt: Some(inline(&case.chunks, QUESTION, true)), ..case.request };
+        let stored = v1::GenerateRequest { prompt: Some(inline(&case.chunks, QUESTION, true)), ..case.request.clone() };
         let answer = system.client.generate(stored).unwrap();
-        reference.check(&case.chunks, QUESTION, case.spec, &answer).unwrap();
+        check(reference, &case, &answer).unwrap();
     }
     system.wait_idle();
     let counted = after.iter().map(|(name, count)| (name.clone(), count - before.get(name).unwrap_or(&0)));
@@ -214,17 +244,74 @@ fn rage(system: &mut System) -> HashMap<String, u64> {
     counted
 }
 
-#[test]
-fn each_fault_of_the_store_is_counted_and_no_answer_is_wrong() {
-    let seed = seed();
-    let config = Config { memory_bytes: 0, ..Config::default() };
-    let mut system = System::start(StormStore::new(seed, 6, false), config, seed);
-    let counted = rage(&mut system);
+const ALL: [Verdict; 3] = [Verdict::Stored, Verdict::Repaired, Verdict::Fresh];
+
+/// Every fault that the caller is told of, or that the bytes show, is in the service's own counts.
+fn assert_counted(system: &System, counted: &HashMap<String, u64>) {
     let sum = |names: &[&str]| names.iter().map(|name| counted[*name]).sum::<u64>();
     let injected = |faults: &[Fault]| system.store.injected(faults);
     assert_eq!(counted["store/error"], injected(&[Fault::Fail, Fault::BreakOff, Fault::LostAnswer]));
     assert_eq!(counted["store/short"], injected(&[Fault::Short]));
     assert_eq!(sum(&["store/damaged", "store/truncated", "store/foreign"]), injected(&[Fault::FlipBit]));
+}
+
+#[test]
+fn each_fault_of_the_store_is_counted_and_no_answer_is_wrong() {
+    let seed = seed();
+    let config = Config { memory_bytes: 0, ..Config::default() };
+    let mut system = System::start(StormStore::new(seed, SHOWERS), config, seed, &[]);
+    let counted = rage(&mut system, &ALL);
+    assert_counted(&system, &counted);
+}
+
+#[test]
+fn no_answer_is_wrong_where_a_plan_decides_what_is_loaded() {
+    let seed = seed();
+    // So slow now and then that computing is faster, even here where chunks are computed in no time.
+    let weather = Weather { slow_ms: 200, every_read: 5, ..SHOWERS };
+    let config = Config { memory_bytes: 0, ..Config::default() };
+    let settings = ["--set", "worker.plan_loads=true"];
+    let mut system = System::start(StormStore::new(seed, weather), config, seed, &settings);
+    system.plans = true;
+    system.faults = setting("KVSPLICE_FAULTS").unwrap_or(FEWER_FAULTS);
+    rage(&mut system, &[Verdict::Stored, Verdict::Fresh]);
+}
+
+#[test]
+fn no_answer_is_wrong_of_chunks_that_were_captured_in_their_context() {
+    let seed = seed();
+    let config = Config { memory_bytes: 0, ..Config::default() };
+    let mut system = System::start(StormStore::new(seed, SHOWERS), config, seed, &[]);
+    system.faults = setting("KVSPLICE_FAULTS").unwrap_or(FEWER_FAULTS);
+    let mut reference = Reference::start().unwrap();
+    let pool: Vec<String> = system.pool.clone();
+    let chunks_of = |places: &[usize]| -> Vec<String> { places.iter().map(|&place| pool[place].clone()).collect() };
+    let prompt = |places: &&[usize]| Prompt { places: places.to_vec(), chunks: chunks_of(places), spec: "craft" };
+    system.prompts = CAPTURED.iter().map(prompt).collect();
+    let ask = |system: &System, places: &[usize], spec: &str| {
+        let prompt = Some(inline(&chunks_of(places), QUESTION, true));
+        let (options, sampling) = (Some(strategy(spec)), Some(greedy(OUTPUT)));
+        system.client.generate(v1::GenerateRequest { prompt, options, sampling, dump: true }).unwrap()
+    };
+    for places in CAPTURED {
+        reference.capture(&chunks_of(places), QUESTION).unwrap();
+        ask(&system, places, "craft:capture=true");
+    }
+    let mut read: Option<Instant> = None;
+    let between = |system: &mut System| {
+        // What the head knows of captures it reads in the calm: what it decides in the storm is what it would decide anyway.
+        if read.is_none_or(|read| read.elapsed() > TRUSTED) {
+            for places in CAPTURED {
+                ask(system, places, "craft");
+            }
+            read = Some(Instant::now());
+        }
+    };
+    let check = |reference: &mut Reference, case: &Case, answer: &Answer| {
+        reference.check_captured(&case.chunks, QUESTION, answer)
+    };
+    let counted = rage_before(&mut system, &[Verdict::Stored, Verdict::Repaired], &mut reference, between, check);
+    assert_counted(&system, &counted);
 }
 
 #[test]
@@ -239,8 +326,9 @@ fn no_answer_is_wrong_behind_tiers_and_torn_writes() {
         admission: Admission::Second,
         ..Config::default()
     };
-    let mut system = System::start(StormStore::new(seed, 4, true), config, seed);
-    let counted = rage(&mut system);
+    let weather = Weather { every_read: 4, tears: true, ..SHOWERS };
+    let mut system = System::start(StormStore::new(seed, weather), config, seed, &[]);
+    let counted = rage(&mut system, &ALL);
     let injected = |faults: &[Fault]| system.store.injected(faults);
     assert_eq!(
         counted["store/error"],

@@ -32,8 +32,9 @@ use crate::tier::{Costs, Object, ObjectKey, Origin, Removal};
 /// Layers waiting to be written, in bytes and in writes.
 const QUEUE_BYTES: u64 = 256 << 20;
 const QUEUE: usize = 1024;
-/// Reads under way at once.
-const READS: usize = 64;
+/// Reads under way at once. Enough to keep a disk busy, and so few that the first ones are through soon: what is read goes out
+/// while the disk reads on.
+const READS: usize = 8;
 
 /// The tier, or nothing if it is off.
 pub(crate) struct Disk(Option<Running>);
@@ -205,8 +206,15 @@ impl Disk {
         Some(shared.folder.whole(key))
     }
 
-    /// Layer `first`, and as many of the `count` layers from it on as are here. Not verified.
-    pub(crate) async fn read(&self, object: &Arc<Object>, first: u32, count: usize) -> Option<Vec<Bytes>> {
+    /// Layer `first`, and as many of the `count` layers from it on as are here, as `check` finds them: off the async threads,
+    /// right after they are read.
+    pub(crate) async fn read<T: Send + 'static>(
+        &self,
+        object: &Arc<Object>,
+        first: u32,
+        count: usize,
+        check: impl FnOnce(Vec<Bytes>) -> T + Send + 'static,
+    ) -> Option<T> {
         let shared = &self.0.as_ref()?.shared;
         let (whole, count) = {
             let index = hold(&shared.index);
@@ -221,7 +229,7 @@ impl Disk {
         let read = move || {
             let ranges = (first..=last).map(|layer| object.header.layer_range(layer));
             match reader.folder.read(&object.key, whole, ranges) {
-                Ok(bytes) => Some(bytes),
+                Ok(bytes) => Some(check(bytes)),
                 // Evicted since it was looked up.
                 Err(error) if error.kind() == ErrorKind::NotFound => None,
                 Err(error) => {

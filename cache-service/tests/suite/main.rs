@@ -11,4 +11,8 @@ mod lifecycle;
 mod mapped;
 mod s3;
 mod storm;
+/// The store of the whole system's storms: one file, for a crate's tests may not use that of another.
+#[path = "../../../tests/src/storm.rs"]
+#[expect(unreachable_pub, reason = "it is public where it lives")]
+mod storm_store;
 mod support;

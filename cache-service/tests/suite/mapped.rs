@@ -147,6 +147,30 @@ async fn without_a_lease_a_file_or_the_setting_layers_are_sent() {
 }
 
 #[tokio::test]
+async fn a_stream_that_protects_its_chunks_needs_no_lease() {
+    let chunk = chunk(1, 4, 30);
+    let folder = tempfile::tempdir().unwrap();
+    let server = Server::open(in_folder(folder.path())).await;
+    put(&server.client, &chunk).await.unwrap();
+    let protecting = Want { lease_ms: 60_000, ..mapped(&[chunk.id]) };
+    let (requests, mut stream) = server.client.get_chunks(protecting.clone()).await.unwrap();
+    let mut named = 0;
+    while let Some(frame) = stream.message().await.unwrap() {
+        named += frame.mapping.map_or(0, |mapping| mapping.layer_crc32c.len());
+    }
+    assert_eq!(named, 4);
+    // Everything has been said, but the caller may still be about to open the file.
+    assert_eq!(server.client.stats().await.unwrap().leases, 1);
+    drop(requests);
+    eventually_so("the stream's protection ends", async || server.client.stats().await.unwrap().leases == 0).await;
+    // A caller that says nothing more does not hold it for ever.
+    let short = Want { lease_ms: 50, ..protecting };
+    let (_requests, _stream) = server.client.get_chunks(short).await.unwrap();
+    eventually_so("its time is over", async || server.client.stats().await.unwrap().leases == 0).await;
+    server.stop().await;
+}
+
+#[tokio::test]
 async fn a_file_of_the_disk_tier_is_named_and_outlives_its_removal() {
     let chunk = chunk(1, 6, 30);
     let folder = tempfile::tempdir().unwrap();

@@ -3,30 +3,34 @@
 use std::collections::HashMap;
 
 use kvsplice_kv::receipt::Source;
-use kvsplice_kv::{ChunkId, RowRanges, Variant};
+use kvsplice_kv::{ChunkId, KvLayout, RowRanges, Variant};
 use kvsplice_proto::load::{Form, Loaded, Skips, WantedChunk};
 use tokio::sync::mpsc;
 use tokio::task::AbortHandle;
 
 use super::Active;
 use crate::pace::Cost;
-use crate::pool::{Keeper, Pool, PoolKey, Wish};
+use crate::pool::{Keeper, Pool, PoolKey, Taken, Wish};
 
 impl Active {
     /// The distinct chunks to load, by variant, and of each the layers that the pool does not have; what it has is taken in
     /// at once. Remembers which parts use which chunk. Call once.
     pub(crate) fn wanted(&mut self, pool: &Pool, cost: &Cost) -> Vec<(Variant, Vec<WantedChunk>)> {
         let mut wanted = self.distinct();
-        let hold = pool.hold(self.wishes(cost));
+        let mut hold = pool.hold(self.wishes(cost));
         let all = self.layers;
         for (_, chunks) in &mut wanted {
             chunks.retain_mut(|chunk| {
-                let found = hold.take(chunk.place);
-                if found.is_empty() {
+                let Taken { whole, have } = hold.take(chunk.place);
+                if !have.is_empty() {
+                    chunk.have = have;
+                    self.have.insert(chunk.place, chunk.have.clone());
+                }
+                if whole.is_empty() {
                     return true;
                 }
-                chunk.layers = (0..all).filter(|layer| !found.iter().any(|(known, _)| known == layer)).collect();
-                for (layer, data) in found {
+                chunk.layers = (0..all).filter(|layer| !whole.iter().any(|(known, _)| known == layer)).collect();
+                for (layer, data) in whole {
                     let (chunk, source, form) = (chunk.place, Source::Device, Form::Whole);
                     self.loaded(Loaded::Layer { chunk, layer, data, form, source, bytes: 0 });
                 }
@@ -47,7 +51,8 @@ impl Active {
             let place = *places.entry((id, part.variant)).or_insert_with(|| {
                 let place = users.len();
                 users.push(Vec::new());
-                let chunk = WantedChunk { place, id, tokens: part.ids.len() as u32, layers: Vec::new() };
+                let (tokens, have) = (part.ids.len() as u32, RowRanges::default());
+                let chunk = WantedChunk { place, id, tokens, layers: Vec::new(), have };
                 match wanted.iter_mut().find(|(variant, _)| *variant == part.variant) {
                     Some((_, chunks)) => chunks.push(chunk),
                     None => wanted.push((part.variant, vec![chunk])),
@@ -68,7 +73,8 @@ impl Active {
             let rows = RowRanges::from_range(first..first.saturating_add(part.ids.len() as u32));
             let confirmed = users.iter().all(|&user| self.request.parts[user].confirmed);
             let key = PoolKey { chunk: part.id()?, variant: part.variant };
-            Some(Wish { place, key, cost: cost.rows(&rows), confirmed })
+            let layout = KvLayout { encoding: part.variant.encoding, ..self.layout };
+            Some(Wish { place, key, cost: cost.rows(&rows), confirmed, layout, tokens: part.ids.len() as u32 })
         };
         self.users.iter().enumerate().filter_map(wish).collect()
     }

@@ -30,7 +30,8 @@ impl Active {
         let elapsed = self.started.elapsed().as_secs_f64();
         let situation = Situation {
             elapsed,
-            rows_in: if self.rows_complete { 0.0 } else { (pace.rows() - elapsed).max(0.0) },
+            came: self.came,
+            rows_in: if self.rows_complete { 0.0 } else { (pace.rows().unwrap_or(0.0) - elapsed).max(0.0) },
             chunks: places.iter().map(|&place| self.candidate(place, &pace.cost)).collect(),
             rest: pace.cost.rows(&self.unloaded()),
             compute: pace.compute(),
@@ -53,25 +54,45 @@ impl Active {
         if let (Strategy::Clip, Some(known)) = (options.strategy, self.timeline.rows_known) {
             pace.rows_known((known - self.timeline.received) / 1e3);
         }
-        if let Some((bytes, seconds)) = self.link() {
+        if let Some((bytes, seconds)) = self.probed.or_else(|| self.link()) {
             pace.loaded(bytes, seconds);
+        }
+    }
+
+    /// Ends a load that only tells how fast the link is, once it has told: others may need the link, and this request the
+    /// processors.
+    pub(crate) fn end_probe(&mut self) {
+        if self.probing && self.started.elapsed().as_secs_f64() >= TELLING_SECONDS {
+            self.probing = false;
+            self.probed = self.link();
+            self.skips.clear();
+            self.loaders.drain(..).for_each(|loader| loader.abort());
         }
     }
 
     /// What came over the link, and in how many seconds, if that says something about its speed.
     fn link(&self) -> Option<(f64, f64)> {
-        let pooled = |place: usize| self.pooled_share(place) >= 1.0;
-        if (0..self.users.len()).all(pooled) {
+        if self.loaders.is_empty() {
             return None;
         }
-        let bytes: f64 = (0..self.users.len()).map(|place| self.bytes(place) * self.arrived_share(place)).sum();
-        // Of a chunk that is computed instead, what has not come is still on its way.
-        let whole = (0..self.users.len()).all(|place| self.arrived_share(place) >= 1.0);
-        let seconds = match self.arrived.filter(|_| whole) {
-            Some(last) => last.duration_since(self.started).as_secs_f64(),
-            None => self.started.elapsed().as_secs_f64(),
+        let elapsed = self.started.elapsed().as_secs_f64();
+        let until_last = self.arrived.map_or(elapsed, |last| last.duration_since(self.started).as_secs_f64());
+        // Between two layers nothing comes for a while; after long enough that says something too.
+        let stalled = !self.nothing_is_loaded() && elapsed > 2.0 * until_last;
+        let seconds = if stalled { elapsed } else { until_last };
+        (self.came >= TELLING_BYTES || elapsed >= TELLING_SECONDS).then_some((self.came, seconds))
+    }
+
+    /// Whether of every chunk all has come, or nothing is waited for.
+    fn nothing_is_loaded(&self) -> bool {
+        let over = |place: usize| {
+            let users = self.users[place].iter();
+            let failed = users.clone().any(|&part| self.parts[part].failed.is_some());
+            let tokens = users.map(|&part| self.request.parts[part].ids.len()).max().unwrap_or(0);
+            let dropped = self.skipped.get(&place).is_some_and(|rows| rows.len() >= tokens);
+            failed || dropped || self.arrived_share(place) >= 1.0
         };
-        (bytes >= TELLING_BYTES && seconds > 0.0 || seconds >= TELLING_SECONDS).then_some((bytes, seconds))
+        (0..self.users.len()).all(over)
     }
 
     /// Whether the chunk at this place of the load is to be loaded.
@@ -107,7 +128,9 @@ impl Active {
         let Some(&part) = self.users[place].first() else { return 0.0 };
         let part = &self.request.parts[part];
         let tokens = part.ids.len() as u32;
-        let skipped = self.skipped.get(&place).map_or(0, RowRanges::len) as f64 / f64::from(tokens.max(1));
+        let nothing = RowRanges::default();
+        let [skipped, have] = [&self.skipped, &self.have].map(|rows| rows.get(&place).unwrap_or(&nothing));
+        let skipped = skipped.union(have).len() as f64 / f64::from(tokens.max(1));
         let layout = kvsplice_kv::KvLayout { encoding: part.variant.encoding, ..self.layout };
         layout.layer_bytes(tokens) as f64 * f64::from(self.layers) * (1.0 - skipped) * (1.0 - self.pooled_share(place))
     }
@@ -135,8 +158,8 @@ impl Active {
         slots.intersection(&RowRanges::from_range(self.beginning.tokens()..self.request.tokens()))
     }
 
-    /// The plan's chunks are rows now. They leave the link to the others; where there are no others, loading goes on until
-    /// the prompt is through, for what comes tells how fast the link is now.
+    /// The plan's chunks are rows now. They leave the link to the others; where there are no others, loading goes on for a
+    /// moment, for what comes tells how fast the link is now.
     fn compute_instead(&mut self, plan: &Plan, places: &[usize]) {
         if plan.fresh.is_empty() {
             return;
@@ -149,6 +172,8 @@ impl Active {
                 |place: usize| self.users[place].first().map_or(0, |&part| self.request.parts[part].slots.len());
             let skips = computed.iter().map(|&place| (place, RowRanges::from_range(0..tokens(place) as u32))).collect();
             self.skip(skips);
+        } else {
+            self.probing = true;
         }
         for place in computed {
             for &part in &self.users[place] {

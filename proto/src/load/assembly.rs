@@ -34,8 +34,8 @@ struct Partial {
 /// A layer of which everything needed has come.
 pub(super) struct Assembled {
     pub(super) bytes: Bytes,
-    /// Every row has come, skipped ones included.
-    pub(super) whole: bool,
+    /// Skipped rows that have not come.
+    pub(super) lacks: RowRanges,
 }
 
 impl Assembly {
@@ -48,7 +48,7 @@ impl Assembly {
 
     /// Waits only for rows outside `skipped` from now on.
     pub(super) fn skip(&mut self, skipped: &RowRanges) {
-        self.needed = RowRanges::from_slots((0..self.tokens).filter(|&row| !skipped.contains(row)));
+        self.needed = RowRanges::from_range(0..self.tokens).without(skipped);
     }
 
     pub(super) fn layout(&self) -> &KvLayout {
@@ -128,11 +128,13 @@ impl Assembly {
         if !self.layout.parts().iter().all(enough) {
             return Ok(None);
         }
-        let every = |part: &Part| layer.rows[part.index()].len() == part.rows(self.tokens) as usize;
-        let whole = self.layout.parts().iter().all(every);
+        let all = RowRanges::from_range(0..self.tokens);
+        let by_token = self.layout.parts().iter().filter(|part| part.by_token());
+        let came = by_token.fold(all.clone(), |came, part| came.intersection(&layer.rows[part.index()]));
+        let lacks = all.without(&came);
         let bytes = self.partial.remove(&frame.layer).map(|layer| Bytes::from(layer.bytes));
         self.settle(frame.layer);
-        Ok(bytes.map(|bytes| Assembled { bytes, whole }))
+        Ok(bytes.map(|bytes| Assembled { bytes, lacks }))
     }
 }
 
@@ -164,7 +166,7 @@ mod tests {
         assert!(chunk.accept(&frame(Part::Keys, 1, &[2, 2, 2, 2])).unwrap().is_none());
         let layer = chunk.accept(&frame(Part::Keys, 0, &[1, 1, 1, 1])).unwrap().expect("every row has come");
         assert_eq!(layer.bytes, [1, 1, 1, 1, 2, 2, 2, 2, 5, 5, 5, 5, 6, 6, 6, 6].as_slice());
-        assert!(layer.whole && !chunk.is_done() && chunk.waits_for(1));
+        assert!(layer.lacks.is_empty() && !chunk.is_done() && chunk.waits_for(1));
         assert_eq!((chunk.take_bytes(), chunk.take_bytes()), (16, 0));
         assert!(chunk.accept(&frame(Part::Keys, 0, &[9; 8])).unwrap().is_none(), "it has been handed on");
     }
@@ -175,12 +177,12 @@ mod tests {
         chunk.skip(&RowRanges::from_range(0..1));
         assert!(chunk.accept(&frame(Part::Values, 1, &[6; 4])).unwrap().is_none());
         let layer = chunk.accept(&frame(Part::Keys, 1, &[2; 4])).unwrap().expect("what is needed has come");
-        assert!(!layer.whole);
+        assert_eq!(layer.lacks, RowRanges::from_range(0..1));
         // The rows came all the same.
         let mut chunk = Assembly::new(LAYOUT, 2, &[]);
         chunk.skip(&RowRanges::from_range(0..1));
         chunk.accept(&frame(Part::Values, 0, &[6; 8])).unwrap();
-        assert!(chunk.accept(&frame(Part::Keys, 0, &[2; 8])).unwrap().expect("all has come").whole);
+        assert!(chunk.accept(&frame(Part::Keys, 0, &[2; 8])).unwrap().expect("all has come").lacks.is_empty());
     }
 
     #[test]

@@ -19,8 +19,8 @@ use crate::{convert, v1};
 
 /// After a file could not be opened, none is asked for during this time.
 const PAUSE: Duration = Duration::from_secs(60);
-/// Checks under way at once, a request.
-const CHECKS: usize = 2;
+/// Checks under way at once, a request: more than processors that check, so that none of them waits for the next one.
+const CHECKS: usize = 4;
 /// Bytes of one check, unless a layer is larger.
 const CHECK_BYTES: usize = 4 << 20;
 
@@ -86,6 +86,8 @@ pub(super) struct Checked {
 #[derive(Default)]
 pub(super) struct Checks {
     files: BTreeMap<usize, Arc<NamedFile>>,
+    /// The lowest layer that was named.
+    first: u32,
     /// By layer and chunk.
     waiting: BTreeMap<(u32, usize), Check>,
     running: FuturesOrdered<JoinHandle<Vec<Checked>>>,
@@ -108,6 +110,7 @@ impl Checks {
         {
             return Err(format!("foreign: a file of {} bytes and {last} layers does not fit", mapping.size));
         }
+        self.first = if self.files.is_empty() { frame.layer } else { self.first.min(frame.layer) };
         let fresh = || Arc::new(NamedFile { mapping: mapping.clone(), mapped: OnceLock::new() });
         let file = self.files.entry(index).or_insert_with(fresh);
         if (file.mapping.inode, file.mapping.modified_ns) != (mapping.inode, mapping.modified_ns) {
@@ -123,12 +126,16 @@ impl Checks {
         Ok(())
     }
 
-    /// Starts checks of chunks that are still open, lowest layer first, as many as may be under way.
-    pub(super) fn start(&mut self, is_open: impl Fn(usize) -> bool) {
+    /// Starts checks of chunks that are still open, lowest layer first, as many as may be under way. `expected`: chunks may
+    /// still be named whose first layer goes before the second of others.
+    pub(super) fn start(&mut self, is_open: impl Fn(usize) -> bool, expected: bool) {
         while self.running.len() < CHECKS && !self.waiting.is_empty() {
             let (mut batch, mut bytes) = (Vec::new(), 0);
             // One layer of several chunks: the next layer of the first chunk is needed later than this one of the last.
             let lowest = self.waiting.first_key_value().map_or(0, |((layer, _), _)| *layer);
+            if expected && lowest > self.first && !self.running.is_empty() {
+                return;
+            }
             while let Some(entry) = self.waiting.first_entry() {
                 let (next, first) = (entry.get().range.len(), batch.is_empty());
                 if !first && (bytes + next > CHECK_BYTES || entry.key().0 != lowest) {

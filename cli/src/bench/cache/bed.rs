@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use bytes::Bytes;
 use kvsplice_cache_service::Config;
-use kvsplice_kv::{ChunkId, ChunkKey, Encoding, KvLayout, ModelDigest, Variant, object};
+use kvsplice_kv::{ChunkId, ChunkKey, Encoding, KvLayout, ModelDigest, RowRanges, Variant, object};
 use kvsplice_proto::load::{Loaded, Loader, Wanted, WantedChunk};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
@@ -121,9 +121,11 @@ impl Bed {
             id: *id,
             tokens: self.tokens,
             layers: Vec::new(),
+            have: RowRanges::default(),
         };
         let chunks = self.chunks.iter().enumerate().map(chunk).collect();
-        let wanted = Wanted { chunks, layout: self.layout, variant: VARIANT, lease: String::new() };
+        let wanted =
+            Wanted { chunks, layout: self.layout, variant: VARIANT, lease: String::new(), protect: Duration::ZERO };
         let (_never, said) = mpsc::channel(1);
         let (mut layers, mut first_layers, mut wire_bytes) = (0, 0, 0);
         let (mut first_layer_seconds, mut failure) = (0.0, None);
