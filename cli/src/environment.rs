@@ -4,10 +4,12 @@
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-const VARIABLES: [(&str, &str); 2] = [
+const VARIABLES: [(&str, &str); 3] = [
     // libgomp: else its threads spin for some milliseconds after each parallel region and take the CPU from everything
     // else in the process.
     ("OMP_WAIT_POLICY", "PASSIVE"),
+    // But for a moment they do: within a layer the next region follows at once, and waking a thread takes longer.
+    ("GOMP_SPINCOUNT", "2000"),
     // glibc: memory in huge pages, and blocks of a layer's size kept for the next layer instead of given back. Weights
     // and intermediate results are walked through once a layer: with pages of 4 KiB that is slower by a quarter where the
     // machine is virtual, and faulting the same pages in again costs as much. One arena, for others give back on their own.
