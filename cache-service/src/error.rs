@@ -138,6 +138,8 @@ pub(crate) enum Fault {
     Changed,
     Full,
     Refused,
+    /// The connection broke while a request was on it.
+    Broken,
     Other,
 }
 
@@ -169,6 +171,9 @@ fn fault(error: &object_store::Error) -> Fault {
                 | io::ErrorKind::ReadOnlyFilesystem
                 | io::ErrorKind::NotADirectory
                 | io::ErrorKind::IsADirectory => Fault::Refused,
+                io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset | io::ErrorKind::ConnectionAborted => {
+                    Fault::Broken
+                }
                 _ => Fault::Other,
             };
         }
@@ -203,7 +208,7 @@ impl From<Error> for Status {
                 Fault::Exists => Code::AlreadyExists,
                 Fault::Full => Code::ResourceExhausted,
                 Fault::Refused => Code::FailedPrecondition,
-                Fault::Changed | Fault::Other => Code::Unavailable,
+                Fault::Changed | Fault::Broken | Fault::Other => Code::Unavailable,
             },
         };
         Status::new(code, error.to_string())

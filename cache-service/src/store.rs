@@ -195,7 +195,7 @@ impl Store {
             (_, Fault::Full) => Outcome::StoreFull,
             (_, Fault::Refused) => Outcome::StoreRefused,
             (Error::StoreTimeout { .. }, _) => Outcome::StoreTimeout,
-            (_, Fault::Other) => Outcome::StoreError,
+            (_, Fault::Broken | Fault::Other) => Outcome::StoreError,
         };
         self.lookups.count(outcome);
     }
@@ -269,7 +269,14 @@ impl Store {
 
     /// Stores a new object; false if there is one already.
     pub(crate) async fn create(&self, action: &'static str, path: &Path, payload: PutPayload) -> Result<bool, Error> {
-        match self.within(action, self.inner.put_opts(path, payload, PutMode::Create.into())).await {
+        let put = || self.within(action, self.inner.put_opts(path, payload.clone(), PutMode::Create.into()));
+        let result = match put().await {
+            // A server that refuses before it has read the body may close the connection under the writer: the next try
+            // hears why. The library does not try again, for it cannot know whether the first one was carried out.
+            Err(error) if error.fault() == Fault::Broken => put().await,
+            result => result,
+        };
+        match result {
             Ok(_) => Ok(true),
             Err(error) if error.fault() == Fault::Exists => Ok(false),
             Err(error) => Err(error),

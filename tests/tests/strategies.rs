@@ -72,7 +72,9 @@ fn nothing_recomputed_equals_direct() {
     let clip = ask(&client, &chunks, "clip:0.3:prefix_cache=false");
     for text in ["clip:0.3:context_temperature=1:context_scale=1", "clip:0.3:early_stop=1,inf,0"] {
         let answer = ask(&client, &chunks, &format!("{text}:prefix_cache=false"));
-        assert!(answer.logit_difference(&clip) <= 1e-5, "{text}");
+        let difference = answer.logit_difference(&clip);
+        // Masses by chunk cut the keys elsewhere, so sums are in another order.
+        assert!(difference <= 5e-5, "{text}: {difference}, {:?} and {:?}", answer.receipt.tokens, clip.receipt.tokens);
         assert_eq!(answer.token_ids, clip.token_ids, "{text}");
     }
     let sharper = ask(&client, &chunks, "clip:0.3:context_temperature=0.5:prefix_cache=false");

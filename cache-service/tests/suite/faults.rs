@@ -291,6 +291,19 @@ async fn a_bit_flipped_on_the_way_is_never_sent() {
 }
 
 #[tokio::test]
+async fn a_put_whose_connection_breaks_is_tried_once_more() {
+    let (old, new) = (chunk(1, 2, 5), chunk(2, 2, 5));
+    let writes = AtomicUsize::new(0);
+    let every_other =
+        move |_: &Path| writes.fetch_add(1, Ordering::SeqCst).is_multiple_of(2).then_some(ErrorKind::BrokenPipe);
+    let server = Server::start(Faulty::new(filled(&[&old]).await, |_, _| Read::Pass, every_other)).await;
+    assert!(put(&server.client, &new).await.unwrap());
+    get(&server.client, want(&[new.id])).await.unwrap()[&0].assert_is(&new);
+    assert!(!put(&server.client, &old).await.unwrap());
+    server.stop().await;
+}
+
+#[tokio::test]
 async fn a_store_that_cannot_be_written_says_why_and_still_serves() {
     let (old, new) = (chunk(1, 2, 5), chunk(2, 2, 5));
     let large = chunk(3, 5, 2048);
