@@ -16,8 +16,8 @@ use crate::matrix::{Gates, Matrix, fused};
 use crate::weights::{LayerWeights, Weights};
 use crate::{Config, Dtype, Error};
 
-/// Rows of one forward call at most. The library packs the weights anew in each product: of 512 rows that is a tenth of
-/// the time, of 1024 half as much; beyond that little is gained, and the buffers grow.
+/// Rows of one forward call at most. The library's products (bf16) pack the weights anew each time: of 512 rows that is a
+/// tenth of the time, of 1024 half as much; beyond that little is gained, and the buffers grow.
 pub const SLICE_ROWS: usize = 1024;
 
 /// How many of `rows` come next, if at most `most` may: as few slices as possible, of nearly one size.
