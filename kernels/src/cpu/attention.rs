@@ -59,6 +59,8 @@ struct Lanes {
     lanes: Range<usize>,
     /// Lanes of the kernel.
     width: usize,
+    /// Whether the kernel's output is by lane.
+    by_lane: bool,
     /// The slots that any of them sees.
     slots: Range<usize>,
 }
@@ -84,6 +86,17 @@ impl Isa {
             Isa::Portable => (portable::LANES, portable::LANES),
         };
         if needed <= narrow { narrow } else { wide }
+    }
+
+    /// Whether the output of tiles of so many lanes is by lane.
+    fn by_lane(self, lanes: usize) -> bool {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => lanes == avx512_narrow::LANES && avx512_narrow::BY_LANE,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => lanes == avx2_narrow::LANES && avx2_narrow::BY_LANE,
+            Isa::Portable => portable::BY_LANE,
+        }
     }
 
     fn attend<T: Number>(self, lanes: usize, tile: &Tile<'_, T>, scratch: &mut Scratch) {
@@ -162,11 +175,13 @@ fn lanes<Q, T>(isa: Isa, call: &Call<'_, Q, T>) -> Vec<Lanes> {
     for (sequence, rows) in call.sequences.iter().enumerate() {
         let needed = rows.last.len() * group;
         let width = isa.lanes(needed);
+        let by_lane = isa.by_lane(width);
         for first in (0..needed).step_by(width) {
             let lanes = first..needed.min(first + width);
             let last = rows.last[(lanes.end - 1) / group] as usize;
             for kv_head in 0..call.kv_heads {
-                all.push(Lanes { sequence, kv_head, row, lanes: lanes.clone(), width, slots: call.from..last + 1 });
+                let (lanes, slots) = (lanes.clone(), call.from..last + 1);
+                all.push(Lanes { sequence, kv_head, row, lanes, width, by_lane, slots });
             }
         }
         row += rows.last.len();
@@ -211,6 +226,7 @@ fn part<'a, Q: Number, T: Number>(
         last,
         ends: call.ends,
         head_dim: dim,
+        used: lanes.lanes.len(),
     };
     isa.attend(width, &tile, scratch);
     scratch
@@ -226,6 +242,8 @@ impl<Q: Number> Output<Q> {
     fn write<T>(&self, call: &Call<'_, Q, T>, lanes: &Lanes, parts: &[&Part], sums: &[f32]) {
         let (dim, width, ends) = (call.head_dim, lanes.width, call.ends.len());
         let group = call.heads / call.kv_heads;
+        // From one number, and from one lane, to the next.
+        let (number_step, lane_step) = if lanes.by_lane { (1, padded(dim)) } else { (width, 1) };
         let mut weights = vec![0f32; parts.len()];
         for (lane, at) in lanes.lanes.clone().enumerate() {
             let greatest = parts.iter().fold(f32::MIN, |greatest, part| greatest.max(part.greatest[lane]));
@@ -244,7 +262,7 @@ impl<Q: Number> Output<Q> {
             for (number, to) in to.iter_mut().enumerate() {
                 let mut sum = 0.0;
                 for (weight, part) in weights.iter().zip(parts) {
-                    sum += weight * part.output[number * width + lane];
+                    sum += weight * part.output[number * number_step + lane * lane_step];
                 }
                 *to = Q::from_f32(sum);
             }

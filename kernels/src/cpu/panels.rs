@@ -6,6 +6,7 @@
 //! threads: a row's bits do not depend on the rows beside it. One body, three instruction sets, as in [`super::tile`].
 
 use std::cell::Cell;
+use std::ops::Range;
 
 use super::activation::silu;
 use super::isa::Isa;
@@ -19,15 +20,17 @@ pub(crate) const PAIRS: usize = PANEL / 2;
 /// Numbers from one step of a strip to the next: rows, and padding up to a line of memory.
 const STRIP: usize = 16;
 /// Steps at most that a strip is packed for at once: of those, all strips of a task stay in the second-level cache.
-const DEPTH: usize = 1024;
+const DEPTH: usize = 1536;
 /// Strips of a task at most: so often a panel is used once it has come from memory.
 const STRIPS: usize = 8;
-/// Steps that are packed at once.
-const STEPS: usize = 64;
-/// Panels of a task at most.
+/// Fewer rows of a strip than this are packed number by number.
+const FEW: usize = 4;
+/// Panels of a task at most, where a block has several strips.
 const GROUP: usize = 32;
-/// Tasks a thread where rows are few and only panels can be shared out.
-const TASKS: usize = 8;
+/// A task has at most one part in so many of what a thread has left on average: tasks shrink, and threads end together.
+const SHARES: usize = 4;
+/// Panels of a task at least, for each part of the inner size, where a block has several strips: packing those must pay.
+const LEAST: usize = 4;
 /// Steps between two requests for memory ahead.
 const STRIDE: usize = 4;
 /// Lines that so many steps of a panel have.
@@ -112,8 +115,8 @@ pub(crate) fn product(isa: Isa, call: &Call<'_>, to: &mut [f32]) {
     };
     let plan = Plan::new(call, height);
     let target = Target::new(to);
-    parallel::for_each_with(plan.blocks * plan.groups, Borrowed::new, |Borrowed(scratch), index| {
-        let task = Task { call, plan: &plan, block: index / plan.groups, group: index % plan.groups, to: &target };
+    parallel::for_each_with(plan.parts.len(), Borrowed::new, |Borrowed(scratch), index| {
+        let task = Task { call, plan: &plan, part: &plan.parts[index], to: &target };
         match isa {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: `or_best` gives what this CPU has.
@@ -126,49 +129,64 @@ pub(crate) fn product(isa: Isa, call: &Call<'_>, to: &mut [f32]) {
     });
 }
 
-/// How a call is cut into tasks: blocks of strips times groups of panels.
+/// How a call is cut into tasks.
 struct Plan {
-    blocks: usize,
-    groups: usize,
+    /// One a task; the last comes first.
+    parts: Vec<Part>,
     /// Rows a strip.
     height: usize,
     /// Strips a block.
     strips: usize,
-    /// All panels, and those of a group.
-    panels: usize,
-    group: usize,
     /// Steps of a part of the inner size, and how many parts.
     depth: usize,
     depths: usize,
 }
 
+/// A block of strips times some panels.
+struct Part {
+    block: usize,
+    panels: Range<usize>,
+}
+
 impl Plan {
     fn new(call: &Call<'_>, height: usize) -> Self {
-        let panels = call.panels.len() / (call.inner * PANEL);
         let strips = call.count.div_ceil(height);
         let blocks = strips.div_ceil(STRIPS);
-        let most = if blocks > 1 { GROUP } else { (panels / (TASKS * parallel::threads())).clamp(1, GROUP) };
-        let groups = panels.div_ceil(most);
         // A single strip is packed once, whatever its length.
         let depths = if strips == 1 { 1 } else { call.inner.div_ceil(DEPTH) };
+        let bounds = if strips == 1 { (1, usize::MAX) } else { (LEAST * depths, GROUP) };
         Self {
-            blocks,
-            groups,
+            parts: parts(blocks, call.panels.len() / (call.inner * PANEL), bounds),
             height,
             strips: strips.div_ceil(blocks),
-            panels,
-            group: panels.div_ceil(groups),
             depth: call.inner.div_ceil(depths),
             depths,
         }
     }
 }
 
+fn parts(blocks: usize, panels: usize, (least, most): (usize, usize)) -> Vec<Part> {
+    let shares = SHARES * parallel::threads();
+    let mut parts = Vec::new();
+    for block in (0..blocks).rev() {
+        let mut end = panels;
+        while end > 0 {
+            let left = block * panels + end;
+            let size = (left / shares).max(least).min(most);
+            // Nor is a rest left that is smaller than the least.
+            let start = if end < size + least { 0 } else { end - size };
+            parts.push(Part { block, panels: start..end });
+            end = start;
+        }
+    }
+    parts.reverse();
+    parts
+}
+
 struct Task<'a> {
     call: &'a Call<'a>,
     plan: &'a Plan,
-    block: usize,
-    group: usize,
+    part: &'a Part,
     to: &'a Target<f32>,
 }
 
@@ -180,7 +198,7 @@ thread_local! {
 /// A thread's memory while a call runs.
 #[derive(Default)]
 struct Scratch {
-    /// Which block and part of the inner size is packed.
+    /// Which block is packed, from which step of the inner size on.
     packed: Option<(usize, usize)>,
     /// `[strips][depth][STRIP]`
     strips: Vec<f32>,
@@ -205,38 +223,14 @@ impl Drop for Borrowed {
 
 impl Task<'_> {
     /// The first and the last row, exclusive, of a strip of this block; none for strips behind the last row.
-    fn rows(&self, strip: usize) -> std::ops::Range<usize> {
-        let first = (self.block * self.plan.strips + strip) * self.plan.height;
+    fn rows(&self, strip: usize) -> Range<usize> {
+        let first = (self.part.block * self.plan.strips + strip) * self.plan.height;
         first.min(self.call.count)..(first + self.plan.height).min(self.call.count)
-    }
-
-    /// Packs the strips of this block for steps `from..from + depth`, unless this thread has done so for the task before.
-    fn pack(&self, part: usize, depth: usize, scratch: &mut Scratch) {
-        if scratch.packed == Some((self.block, part)) {
-            return;
-        }
-        scratch.packed = Some((self.block, part));
-        let from = part * self.plan.depth;
-        let size = depth * STRIP;
-        scratch.strips.resize(self.plan.strips * size, 0.0);
-        for (strip, to) in scratch.strips.chunks_exact_mut(size).enumerate() {
-            let rows = self.rows(strip);
-            // Some steps at once, whose lines of the strip stay near while every row writes its lane of them.
-            for (block, to) in to.chunks_mut(STEPS * STRIP).enumerate() {
-                let (from, steps) = (from + block * STEPS, to.len() / STRIP);
-                for (lane, row) in rows.clone().enumerate() {
-                    let row = &self.call.rows[row * self.call.stride + from..][..steps];
-                    for (to, number) in to.chunks_exact_mut(STRIP).zip(row) {
-                        to[lane] = *number;
-                    }
-                }
-            }
-        }
     }
 
     /// Writes the sums of `rows` with `panel`.
     #[inline(always)]
-    fn finish(&self, rows: std::ops::Range<usize>, panel: usize, sums: &[f32]) {
+    fn finish(&self, rows: Range<usize>, panel: usize, sums: &[f32]) {
         let lanes = if matches!(self.call.finish, Finish::Gated) { PAIRS } else { PANEL };
         let first = panel * lanes;
         let count = lanes.min(self.call.width.saturating_sub(first));
@@ -269,9 +263,9 @@ impl Task<'_> {
 macro_rules! panels_kernel {
     ($module:ident, $($feature:literal)?, $width:literal, $rows:literal, [$($fewer:literal),*]) => {
         mod $module {
-            use super::super::vectors::$module::{V, fma, load, splat, store, zero};
+            use super::super::vectors::$module::{V, fma, load, splat, store, transpose, zero};
             use super::super::vectors::fetch;
-            use super::{AHEAD, LINE, LINES, PANEL, STRIDE, STRIP, Scratch, Task};
+            use super::{AHEAD, FEW, LINE, LINES, PANEL, STRIDE, STRIP, Scratch, Task};
 
             /// Rows a strip: with two vectors each, their sums fill the registers.
             pub(super) const ROWS: usize = $rows;
@@ -283,14 +277,13 @@ macro_rules! panels_kernel {
             $(#[target_feature(enable = $feature)])?
             pub(super) fn run(task: &Task<'_>, scratch: &mut Scratch) {
                 let (call, plan) = (task.call, task.plan);
-                let panels = task.group * plan.group..plan.panels.min((task.group + 1) * plan.group);
+                let panels = &task.part.panels;
                 let tile = ROWS * PANEL;
-                let kept = if plan.depths > 1 { plan.group * plan.strips } else { 1 };
+                let kept = if plan.depths > 1 { panels.len() * plan.strips } else { 1 };
                 scratch.sums.resize(kept * tile, 0.0);
-                for part in 0..plan.depths {
-                    let from = part * plan.depth;
+                for from in (0..call.inner).step_by(plan.depth) {
                     let depth = plan.depth.min(call.inner - from);
-                    task.pack(part, depth, scratch);
+                    pack(task, from, depth, scratch);
                     for (place, panel) in panels.clone().enumerate() {
                         let start = (panel * call.inner + from) * PANEL;
                         let numbers = &call.panels[start..start + depth * PANEL];
@@ -301,7 +294,7 @@ macro_rules! panels_kernel {
                             }
                             let at = if plan.depths > 1 { place * plan.strips + strip } else { 0 };
                             let sums = &mut scratch.sums[at * tile..(at + 1) * tile];
-                            if part == 0 {
+                            if from == 0 {
                                 sums.fill(0.0);
                             }
                             // One strip asks for what comes next in its panel; several ask for the next panel, in turns.
@@ -317,9 +310,41 @@ macro_rules! panels_kernel {
                                 $(0..=$fewer => multiply::<$fewer>(packed, numbers, sums, (call.panels, ahead, lines)),)*
                                 _ => multiply::<ROWS>(packed, numbers, sums, (call.panels, ahead, lines)),
                             }
-                            if part + 1 == plan.depths {
+                            if from + depth == call.inner {
                                 task.finish(rows, panel, sums);
                             }
+                        }
+                    }
+                }
+            }
+
+            /// Packs the strips of the task's block for steps `from..from + depth`, unless this thread has just done so.
+            $(#[target_feature(enable = $feature)])?
+            fn pack(task: &Task<'_>, from: usize, depth: usize, scratch: &mut Scratch) {
+                if scratch.packed == Some((task.part.block, from)) {
+                    return;
+                }
+                scratch.packed = Some((task.part.block, from));
+                let size = depth * STRIP;
+                scratch.strips.resize(task.plan.strips * size, 0.0);
+                for (strip, to) in scratch.strips.chunks_exact_mut(size).enumerate() {
+                    let rows = task.rows(strip);
+                    let numbers = |row: usize| &task.call.rows[row * task.call.stride + from..][..depth];
+                    // Squares of some steps, then what is left.
+                    let squares = if rows.len() < FEW { 0 } else { depth / $width };
+                    for (square, to) in to.chunks_exact_mut($width * STRIP).take(squares).enumerate() {
+                        let mut square_rows = [zero(); $width];
+                        for (to, row) in square_rows.iter_mut().zip(rows.clone()) {
+                            *to = load(&numbers(row)[square * $width..]);
+                        }
+                        for (to, step) in to.chunks_exact_mut(STRIP).zip(transpose(square_rows)) {
+                            store(to, step);
+                        }
+                    }
+                    let done = squares * $width;
+                    for (lane, row) in rows.enumerate() {
+                        for (to, number) in to[done * STRIP..].chunks_exact_mut(STRIP).zip(&numbers(row)[done..]) {
+                            to[lane] = *number;
                         }
                     }
                 }
@@ -370,7 +395,10 @@ macro_rules! panels_kernel {
             $(#[target_feature(enable = $feature)])?
             fn step_of<const ROWS: usize>(held: &mut [[V; VECTORS]; ROWS], strip: &[f32], panel: &[f32]) {
                 let strip = &strip[..STRIP];
-                let numbers: [V; VECTORS] = std::array::from_fn(|vector| load(&panel[vector * $width..]));
+                let mut numbers = [zero(); VECTORS];
+                for vector in 0..VECTORS {
+                    numbers[vector] = load(&panel[vector * $width..]);
+                }
                 for row in 0..ROWS {
                     let value = splat(strip[row]);
                     for vector in 0..VECTORS {

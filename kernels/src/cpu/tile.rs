@@ -17,7 +17,7 @@ pub(super) const BLOCK_KEYS: usize = crate::BLOCK as usize;
 /// What memory comes in.
 const LINE_BYTES: usize = 64;
 /// Numbers of a head are padded to a multiple of this: the inner loops handle as many at once.
-const HEAD_DIM_STEP: usize = 8;
+const HEAD_DIM_STEP: usize = 16;
 
 /// One tile's work.
 pub(super) struct Tile<'a, T> {
@@ -38,6 +38,8 @@ pub(super) struct Tile<'a, T> {
     /// Ascending slots; at each, the log-sum-exp over the visible keys before it is recorded.
     pub(super) ends: &'a [u32],
     pub(super) head_dim: usize,
+    /// Lanes that are wanted; those behind repeat the last one.
+    pub(super) used: usize,
 }
 
 /// Numbers of a head with its padding.
@@ -48,7 +50,7 @@ pub(super) fn padded(head_dim: usize) -> usize {
 /// What a tile, or a part of it, has found.
 #[derive(Clone, Default)]
 pub(super) struct Part {
-    /// `[padded head][lanes]`: the sum of weights · values, relative to 2^greatest.
+    /// `[padded head][lanes]`, or by lane `[lanes][padded head]`: the sum of weights · values, relative to 2^greatest.
     pub(super) output: Vec<f32>,
     /// By lane, the greatest score.
     pub(super) greatest: Vec<f32>,
@@ -94,8 +96,8 @@ impl<T: Number> Tile<'_, T> {
 
     /// Asks for `count` rows from row `first` on.
     #[inline(always)]
-    fn fetch(&self, all: &[T], first: usize, count: usize) {
-        for row in first..first + count {
+    fn fetch(&self, all: &[T], first: usize, rows: Range<usize>) {
+        for row in first + rows.start..first + rows.end {
             for number in (0..self.head_dim).step_by(LINE_BYTES / size_of::<T>()) {
                 vectors::fetch(all, row * self.stride + number);
             }
@@ -121,7 +123,7 @@ impl<T: Number> Tile<'_, T> {
 }
 
 macro_rules! tile_kernel {
-    ($module:ident, $($feature:literal)?, $width:literal, $vectors:literal, $keys:literal, $numbers:literal, $operations:ident) => {
+    ($module:ident, $($feature:literal)?, $width:literal, $vectors:literal, $keys:literal, $numbers:literal, $values:literal, [$($few:literal),*], $operations:ident) => {
         pub(super) mod $module {
             use super::{BLOCK_KEYS, HEAD_DIM_STEP, Number, Part, Scratch, Tile};
 
@@ -132,6 +134,12 @@ macro_rules! tile_kernel {
             const KEYS: usize = $keys;
             /// Numbers of a head at once, as well.
             const NUMBERS: usize = $numbers;
+            /// Whether a tile's output is `[lanes][padded head]`: vectors are of a head's numbers, not of lanes.
+            pub(crate) const BY_LANE: bool = VECTORS == 1;
+            /// Vectors of a value at once, if they are.
+            const VALUES: usize = $values;
+            /// Lanes at once, if they are: their sums fill the registers.
+            const MOST: usize = [$($few),*][[$($few),*].len() - 1];
             type Group = [V; VECTORS];
 
             use super::vectors::$operations::{V, add, exp2, fma, load, max, mul, splat, store, sub, zero};
@@ -140,7 +148,11 @@ macro_rules! tile_kernel {
             $(#[target_feature(enable = $feature)])?
             fn load_group(from: &[f32]) -> Group {
                 let from = &from[..LANES];
-                std::array::from_fn(|vector| load(&from[vector * $width..]))
+                let mut group = [zero(); VECTORS];
+                for vector in 0..VECTORS {
+                    group[vector] = load(&from[vector * $width..]);
+                }
+                group
             }
 
             #[inline]
@@ -155,13 +167,20 @@ macro_rules! tile_kernel {
             /// Scores of `N` keys: `scores[key][lane] = query · key`.
             #[inline]
             $(#[target_feature(enable = $feature)])?
-            fn dot<const N: usize>(query: &[f32], keys: &[f32], stride: usize, scores: &mut [f32]) {
+            fn dot<const N: usize>(
+                query: &[f32],
+                keys: &[f32],
+                stride: usize,
+                scores: &mut [f32],
+                between: impl Fn(usize),
+            ) {
                 let dim = query.len() / LANES;
                 let rows: [&[[f32; HEAD_DIM_STEP]]; N] =
                     std::array::from_fn(|key| keys[key * stride..key * stride + dim].as_chunks().0);
                 let mut sums: [Group; N] = [[zero(); VECTORS]; N];
                 for (step, query) in query.chunks_exact(HEAD_DIM_STEP * LANES).enumerate() {
                     let rows: [&[f32; HEAD_DIM_STEP]; N] = std::array::from_fn(|key| &rows[key][step]);
+                    between(step);
                     for number in 0..HEAD_DIM_STEP {
                         let query = load_group(&query[number * LANES..]);
                         for key in 0..N {
@@ -206,16 +225,18 @@ macro_rules! tile_kernel {
                     let behind = first + count;
                     let ahead = (VECTORS == 1 && behind < tile.slots.end).then(|| tile.row(behind));
                     let (keys, stride) = tile.numbers(tile.keys, row, count, packed);
+                    let steps = tile.query.len() / (HEAD_DIM_STEP * LANES);
                     let mut key = 0;
                     while key + KEYS <= count {
-                        if let Some(ahead) = ahead {
-                            tile.fetch(tile.keys, ahead + key, KEYS);
-                        }
-                        dot::<KEYS>(tile.query, &keys[key * stride..], stride, &mut scores[key * LANES..]);
+                        dot::<KEYS>(tile.query, &keys[key * stride..], stride, &mut scores[key * LANES..], |step| {
+                            if let Some(ahead) = ahead {
+                                tile.fetch(tile.keys, ahead + key, (step * KEYS / steps)..((step + 1) * KEYS / steps));
+                            }
+                        });
                         key += KEYS;
                     }
                     while key < count {
-                        dot::<1>(tile.query, &keys[key * stride..], stride, &mut scores[key * LANES..]);
+                        dot::<1>(tile.query, &keys[key * stride..], stride, &mut scores[key * LANES..], |_| ());
                         key += 1;
                     }
                     if first + count - 1 > unmasked {
@@ -243,11 +264,15 @@ macro_rules! tile_kernel {
                         store_group(row, weights);
                     }
                     let (values, stride) = tile.numbers(tile.values, row, count, packed);
-                    accumulate(scores, values, stride, &correction, output, |part| {
-                        if let Some(ahead) = ahead {
-                            tile.fetch(tile.values, ahead + part.start, part.len());
-                        }
-                    });
+                    if BY_LANE {
+                        accumulate_by_lane(scores, values, stride, &correction, (output, tile.used), |row| {
+                            if let Some(ahead) = ahead {
+                                tile.fetch(tile.values, ahead, row..row + 1);
+                            }
+                        });
+                    } else {
+                        accumulate(scores, values, stride, &correction, output);
+                    }
                     first += count;
                 }
                 for _ in ends {
@@ -270,20 +295,11 @@ macro_rules! tile_kernel {
                 }
             }
 
-            /// output = output · correction + weights · values. Calls `between` for some keys of a block at a time.
+            /// output = output · correction + weights · values.
             #[inline]
             $(#[target_feature(enable = $feature)])?
-            fn accumulate(
-                weights: &[f32],
-                values: &[f32],
-                stride: usize,
-                correction: &Group,
-                output: &mut [f32],
-                between: impl Fn(std::ops::Range<usize>),
-            ) {
-                let part = BLOCK_KEYS.div_ceil(output.len() / (NUMBERS * LANES));
+            fn accumulate(weights: &[f32], values: &[f32], stride: usize, correction: &Group, output: &mut [f32]) {
                 for (step, rows) in output.chunks_exact_mut(NUMBERS * LANES).enumerate() {
-                    between(step * part..(step + 1) * part);
                     let mut sums: [Group; NUMBERS] = [[zero(); VECTORS]; NUMBERS];
                     for number in 0..NUMBERS {
                         let old = load_group(&rows[number * LANES..]);
@@ -308,6 +324,84 @@ macro_rules! tile_kernel {
                 }
             }
 
+            /// As [`accumulate`], for an output by lane, of which `used` lanes are wanted: a value is read once, where that
+            /// one reads each block as often as it has steps. Calls `between` with every key of the block.
+            #[inline]
+            $(#[target_feature(enable = $feature)])?
+            fn accumulate_by_lane(
+                weights: &[f32],
+                values: &[f32],
+                stride: usize,
+                correction: &Group,
+                (output, used): (&mut [f32], usize),
+                between: impl Fn(usize),
+            ) {
+                let mut corrections = [0f32; LANES];
+                store_group(&mut corrections, *correction);
+                let padded = output.len() / LANES;
+                let passes = used.div_ceil(MOST);
+                for pass in 0..passes {
+                    let lanes = used * pass / passes..used * (pass + 1) / passes;
+                    let output = &mut output[lanes.start * padded..lanes.end * padded];
+                    let (weights, corrections) = (&weights[lanes.start..], &corrections[lanes.clone()]);
+                    let mut number = 0;
+                    while number < padded {
+                        let between = |key| {
+                            if pass == 0 && number == 0 {
+                                between(key);
+                            }
+                        };
+                        let wide = number + VALUES * $width <= padded;
+                        let part = (weights, &values[number..], stride);
+                        match (lanes.len(), wide) {
+                            $(($few, true) => sum::<$few, VALUES>(part, corrections, &mut output[number..], padded, between),
+                            ($few, false) => sum::<$few, 1>(part, corrections, &mut output[number..], padded, between),)*
+                            _ => {}
+                        }
+                        number += if wide { VALUES * $width } else { $width };
+                    }
+                }
+            }
+
+            /// [`accumulate_by_lane`] for `N` lanes and `M` vectors of numbers.
+            #[inline]
+            $(#[target_feature(enable = $feature)])?
+            fn sum<const N: usize, const M: usize>(
+                (weights, values, stride): (&[f32], &[f32], usize),
+                corrections: &[f32],
+                output: &mut [f32],
+                padded: usize,
+                between: impl Fn(usize),
+            ) {
+                let mut sums = [[zero(); M]; N];
+                for lane in 0..N {
+                    for vector in 0..M {
+                        let old = load(&output[lane * padded + vector * $width..]);
+                        sums[lane][vector] = mul(old, splat(corrections[lane]));
+                    }
+                }
+                for (key, weights) in weights.chunks(LANES).enumerate() {
+                    between(key);
+                    let values = &values[key * stride..key * stride + M * $width];
+                    let mut numbers = [zero(); M];
+                    for vector in 0..M {
+                        numbers[vector] = load(&values[vector * $width..]);
+                    }
+                    let weights = &weights[..N];
+                    for lane in 0..N {
+                        let weight = splat(weights[lane]);
+                        for vector in 0..M {
+                            sums[lane][vector] = fma(weight, numbers[vector], sums[lane][vector]);
+                        }
+                    }
+                }
+                for lane in 0..N {
+                    for vector in 0..M {
+                        store(&mut output[lane * padded + vector * $width..], sums[lane][vector]);
+                    }
+                }
+            }
+
             /// Scores of keys beyond a lane's last slot become −∞.
             #[inline(never)]
             $(#[target_feature(enable = $feature)])?
@@ -325,11 +419,11 @@ macro_rules! tile_kernel {
 
 // Wide tiles for prefill; narrow ones, whose lanes a single row's query heads fill better, for decode.
 #[cfg(target_arch = "x86_64")]
-tile_kernel!(avx512, "avx512f", 16, 3, 8, 4, avx512);
+tile_kernel!(avx512, "avx512f", 16, 3, 8, 8, 4, [1], avx512);
 #[cfg(target_arch = "x86_64")]
-tile_kernel!(avx512_narrow, "avx512f", 16, 1, 8, 8, avx512);
+tile_kernel!(avx512_narrow, "avx512f", 16, 1, 8, 8, 4, [1, 2, 3, 4, 5, 6, 7], avx512);
 #[cfg(target_arch = "x86_64")]
-tile_kernel!(avx2, "avx2,fma", 8, 3, 4, 4, avx2);
+tile_kernel!(avx2, "avx2,fma", 8, 3, 4, 4, 2, [1], avx2);
 #[cfg(target_arch = "x86_64")]
-tile_kernel!(avx2_narrow, "avx2,fma", 8, 1, 8, 8, avx2);
-tile_kernel!(portable, , 4, 4, 4, 4, portable);
+tile_kernel!(avx2_narrow, "avx2,fma", 8, 1, 8, 8, 2, [1, 2, 3, 4, 5, 6], avx2);
+tile_kernel!(portable, , 4, 4, 4, 4, 4, [1], portable);

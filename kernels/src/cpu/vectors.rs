@@ -9,9 +9,9 @@ const SERIES: [f32; 6] =
 pub(super) fn fetch<T>(numbers: &[T], at: usize) {
     #[cfg(target_arch = "x86_64")]
     {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
         // SAFETY: a hint, which gives nothing and cannot fault, whatever the address.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(numbers.as_ptr().wrapping_add(at).cast()) };
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(numbers.as_ptr().wrapping_add(at).cast()) };
     }
 }
 
@@ -96,6 +96,35 @@ pub(super) mod avx512 {
             sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(term));
         }
         _mm512_scalef_ps(sum, whole)
+    }
+    /// Number r of vector c is number c of vector r.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(crate) fn transpose(rows: [V; 16]) -> [V; 16] {
+        // Of rows 4g to 4g + 3: part L of 4 numbers of `quads[g][c]` is column 4L + c.
+        let mut quads = [[zero(); 4]; 4];
+        for (quad, rows) in quads.iter_mut().zip(rows.chunks_exact(4)) {
+            let low = [_mm512_unpacklo_ps(rows[0], rows[1]), _mm512_unpacklo_ps(rows[2], rows[3])];
+            let high = [_mm512_unpackhi_ps(rows[0], rows[1]), _mm512_unpackhi_ps(rows[2], rows[3])];
+            for (pair, [first, second]) in
+                [low, high].map(|pair| pair.map(|half| _mm512_castps_pd(half))).into_iter().enumerate()
+            {
+                quad[2 * pair] = _mm512_castpd_ps(_mm512_unpacklo_pd(first, second));
+                quad[2 * pair + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(first, second));
+            }
+        }
+        let mut columns = [zero(); 16];
+        for column in 0..4 {
+            let [a, b, c, d] = [quads[0][column], quads[1][column], quads[2][column], quads[3][column]];
+            // Parts 0 and 2, and parts 1 and 3.
+            let even = [_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0x88>(c, d)];
+            let odd = [_mm512_shuffle_f32x4::<0xdd>(a, b), _mm512_shuffle_f32x4::<0xdd>(c, d)];
+            columns[column] = _mm512_shuffle_f32x4::<0x88>(even[0], even[1]);
+            columns[8 + column] = _mm512_shuffle_f32x4::<0xdd>(even[0], even[1]);
+            columns[4 + column] = _mm512_shuffle_f32x4::<0x88>(odd[0], odd[1]);
+            columns[12 + column] = _mm512_shuffle_f32x4::<0xdd>(odd[0], odd[1]);
+        }
+        columns
     }
 }
 
@@ -186,6 +215,29 @@ pub(super) mod avx2 {
         let scaled = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(sum), exponent));
         _mm256_and_ps(scaled, visible)
     }
+    /// Number r of vector c is number c of vector r.
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    pub(crate) fn transpose(rows: [V; 8]) -> [V; 8] {
+        // Of rows 4g to 4g + 3: part L of 4 numbers of `quads[g][c]` is column 4L + c.
+        let mut quads = [[zero(); 4]; 2];
+        for (quad, rows) in quads.iter_mut().zip(rows.chunks_exact(4)) {
+            let low = [_mm256_unpacklo_ps(rows[0], rows[1]), _mm256_unpacklo_ps(rows[2], rows[3])];
+            let high = [_mm256_unpackhi_ps(rows[0], rows[1]), _mm256_unpackhi_ps(rows[2], rows[3])];
+            for (pair, [first, second]) in
+                [low, high].map(|pair| pair.map(|half| _mm256_castps_pd(half))).into_iter().enumerate()
+            {
+                quad[2 * pair] = _mm256_castpd_ps(_mm256_unpacklo_pd(first, second));
+                quad[2 * pair + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(first, second));
+            }
+        }
+        let mut columns = [zero(); 8];
+        for column in 0..4 {
+            columns[column] = _mm256_permute2f128_ps::<0x20>(quads[0][column], quads[1][column]);
+            columns[4 + column] = _mm256_permute2f128_ps::<0x31>(quads[0][column], quads[1][column]);
+        }
+        columns
+    }
 }
 
 pub(super) mod portable {
@@ -242,5 +294,10 @@ pub(super) mod portable {
     #[inline(always)]
     pub(crate) fn exp2(x: V) -> V {
         x.map(f32::exp2)
+    }
+    /// Number r of vector c is number c of vector r.
+    #[inline(always)]
+    pub(crate) fn transpose(rows: [V; 4]) -> [V; 4] {
+        std::array::from_fn(|column| rows.map(|row| row[column]))
     }
 }
