@@ -72,7 +72,7 @@ impl Service {
                 .await
                 .map_err(|error| Error::Config { field: "disk_dir", detail: format!("cannot be read: {error}") })?
         };
-        let maps = Maps::new(config.hand_out_paths, protection.clone());
+        let maps = Arc::new(Maps::new(config.hand_out_paths, protection.clone()));
         let fetcher = Arc::new(Fetcher { store, memory, disk, maps, gate, costs, lookups });
         Ok(Self { fetcher, protection, uploads: Arc::new(Uploads::new()) })
     }

@@ -18,6 +18,7 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use kvsplice_kv::eviction::Book;
+use kvsplice_proto::mmap::Identity;
 use tokio::sync::Semaphore;
 use tracing::warn;
 
@@ -207,13 +208,13 @@ impl Disk {
     }
 
     /// Layer `first`, and as many of the `count` layers from it on as are here, as `check` finds them: off the async threads,
-    /// right after they are read.
+    /// right after they are read. It is told which file they are of if that is whole, hence never written again.
     pub(crate) async fn read<T: Send + 'static>(
         &self,
         object: &Arc<Object>,
         first: u32,
         count: usize,
-        check: impl FnOnce(Vec<Bytes>) -> T + Send + 'static,
+        check: impl FnOnce(Option<Identity>, Vec<Bytes>) -> T + Send + 'static,
     ) -> Option<T> {
         let shared = &self.0.as_ref()?.shared;
         let (whole, count) = {
@@ -229,7 +230,7 @@ impl Disk {
         let read = move || {
             let ranges = (first..=last).map(|layer| object.header.layer_range(layer));
             match reader.folder.read(&object.key, whole, ranges) {
-                Ok(bytes) => Some(check(bytes)),
+                Ok((identity, bytes)) => Some(check(identity, bytes)),
                 // Evicted since it was looked up.
                 Err(error) if error.kind() == ErrorKind::NotFound => None,
                 Err(error) => {
