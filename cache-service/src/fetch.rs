@@ -8,10 +8,13 @@
 use std::collections::HashSet;
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use bytes::Bytes;
 use kvsplice_kv::object::{self, FIRST_READ_BYTES, Header};
 use kvsplice_proto::mmap::Identity;
+use object_store::ObjectMeta;
+use object_store::path::Path;
 use tracing::{debug, warn};
 
 use crate::Error;
@@ -94,6 +97,11 @@ pub(crate) struct Loaded {
     pub(crate) sums: Arc<[u32]>,
 }
 
+/// What is read at first of the first object: the metadata of a model of some 30 layers.
+pub(crate) const FIRST_HEADER_BYTES: usize = 4 << 10;
+/// More is read in steps of these: names of owners differ.
+const HEADER_STEP: usize = 1 << 10;
+
 /// Reads through the tiers.
 pub(crate) struct Fetcher {
     pub(crate) store: Store,
@@ -103,6 +111,8 @@ pub(crate) struct Fetcher {
     pub(crate) gate: Gate,
     pub(crate) costs: Costs,
     pub(crate) lookups: Arc<Lookups>,
+    /// What is read of an object at first: at least as much as the metadata of those seen so far.
+    pub(crate) header_bytes: AtomicUsize,
 }
 
 impl Fetcher {
@@ -176,18 +186,10 @@ impl Fetcher {
     /// Like [`Fetcher::object`], always from the store.
     pub(crate) async fn read_object(&self, key: &ObjectKey) -> Result<Arc<Object>, Miss> {
         let path = object_path(key);
-        let (meta, mut start) = self.store.start_of(&path, FIRST_READ_BYTES).await?;
-        let header = match Header::parse(&start) {
-            Err(object::Error::Truncated { need, .. }) if need > start.len() && meta.size >= need as u64 => {
-                start = self.store.range(&path, meta.e_tag.as_deref(), 0..need).await?;
-                let header = Header::parse(&start);
-                if header.as_ref().is_ok_and(|header| header.layout.header_bytes() < need) {
-                    // The first reading had another length.
-                    self.store.count_fault(&object::Error::DamagedHeader);
-                }
-                header
-            }
-            other => other,
+        let (meta, start) = self.store.start_of(&path, self.header_bytes.load(Ordering::Relaxed)).await?;
+        let header = match Header::parse_start(&start) {
+            Some((header, _)) => Ok(header),
+            None => self.read_header(&path, &meta, start).await?,
         };
         let checked = header.and_then(|header| {
             header.check_id(key.chunk)?;
@@ -209,6 +211,26 @@ impl Fetcher {
                 Err(error.into())
             }
         }
+    }
+
+    /// Reads the rest of a header whose metadata were not in what was read first, or were not as they should be.
+    async fn read_header(
+        &self,
+        path: &Path,
+        meta: &ObjectMeta,
+        start: Bytes,
+    ) -> Result<Result<Header, object::Error>, Miss> {
+        let need = match Header::parse(&start) {
+            Err(object::Error::Truncated { need, .. }) if need > start.len() && meta.size >= need as u64 => need,
+            parsed => return Ok(parsed),
+        };
+        let rest = self.store.range(path, meta.e_tag.as_deref(), start.len()..need).await?;
+        let whole = [start, rest].concat();
+        if let Some((_, took)) = Header::parse_start(&whole) {
+            // The next one of this kind takes one read.
+            self.header_bytes.fetch_max(took.next_multiple_of(HEADER_STEP).min(FIRST_READ_BYTES), Ordering::Relaxed);
+        }
+        Ok(Header::parse(&whole))
     }
 
     /// The first of `layers`, and as many of the following ones as come with it cheaply. `layers` ascend without a gap.

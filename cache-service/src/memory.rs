@@ -246,7 +246,7 @@ mod tests {
         for eviction in [Eviction::Lru, Eviction::Value] {
             let (memory, protection) = memory(1 << 20, eviction);
             memory.insert(key(7, 3), layer(10_000), 1.0);
-            protection.lease([key(7, 3).object.chunk].into_iter(), Duration::from_secs(60)).unwrap();
+            protection.lease([key(7, 3).object.chunk].into_iter(), Duration::from_secs(60), None).unwrap();
             for round in 0..4000 {
                 memory.insert(key(8, round), layer(10_000), 1.0);
             }

@@ -58,10 +58,23 @@ impl CacheClient {
 
     /// Which of `chunks` exist; those are protected from eviction for `lease`, if that is not zero (at most 10 minutes).
     pub async fn contains(&self, chunks: &[ChunkId], variant: Variant, lease: Duration) -> Result<Contained, Status> {
+        self.lease(chunks, variant, lease, Duration::ZERO).await
+    }
+
+    /// Like [`CacheClient::contains`], under a lease that lapses when it is not renewed for `renew`; zero for one that needs not be.
+    pub async fn lease(
+        &self,
+        chunks: &[ChunkId],
+        variant: Variant,
+        lease: Duration,
+        renew: Duration,
+    ) -> Result<Contained, Status> {
+        let [lease_ms, renew_ms] = [lease, renew].map(|time| u32::try_from(time.as_millis()).unwrap_or(u32::MAX));
         let message = v1::ContainsRequest {
             chunks: chunks.iter().map(ChunkId::to_string).collect(),
             variant: variant.to_string(),
-            lease_ms: u32::try_from(lease.as_millis()).unwrap_or(u32::MAX),
+            lease_ms,
+            renew_ms,
         };
         let answer = self.inner.clone().contains(request(message, self.deadline)).await?.into_inner();
         if answer.found.len() != chunks.len() {
@@ -182,6 +195,12 @@ impl CacheClient {
     /// Ends a lease before its time.
     pub async fn release(&self, lease: String) -> Result<(), Status> {
         self.inner.clone().release(request(v1::ReleaseRequest { lease }, self.deadline)).await?;
+        Ok(())
+    }
+
+    /// Keeps a lease that lapses from lapsing.
+    pub async fn renew(&self, lease: String) -> Result<(), Status> {
+        self.inner.clone().renew(request(v1::RenewRequest { lease }, self.deadline)).await?;
         Ok(())
     }
 
