@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use kvsplice_kv::object::Header;
-use kvsplice_proto::v1;
+use kvsplice_proto::{client, v1};
 use kvsplice_tests::{
     Answer, Client, Cluster, Crowd, EXACT, Pair, Process, Reference, Verdict, cache_stats, inline, request, strategy,
     wait_idle, wait_serving, wait_until, words,
@@ -143,6 +143,7 @@ fn a_killed_head_leaves_no_lease_and_a_paused_one_keeps_its_own() {
                     ended += 1;
                 }
                 Err(status) => {
+                    let status = client::explain(status);
                     assert_eq!(status.code(), Code::Unavailable, "{status:?}");
                     failed += 1;
                 }

@@ -33,9 +33,9 @@ use crate::tier::{Costs, Object, ObjectKey, Origin, Removal};
 /// Layers waiting to be written, in bytes and in writes.
 const QUEUE_BYTES: u64 = 256 << 20;
 const QUEUE: usize = 1024;
-/// Reads under way at once. Enough to keep a disk busy, and so few that the first ones are through soon: what is read goes out
-/// while the disk reads on.
-const READS: usize = 8;
+/// Reads under way at once, beside one for each processor: what is read is copied and checked by one. With more of them those who
+/// send wait behind those who read, and the first layer of a prompt with them.
+const MORE_READS: usize = 1;
 
 /// The tier, or nothing if it is off.
 pub(crate) struct Disk(Option<Running>);
@@ -140,7 +140,7 @@ impl Disk {
             queued_bytes: AtomicU64::new(0),
             epoch: AtomicU64::new(0),
             paused_until: Mutex::new(None),
-            reads: Semaphore::new(READS),
+            reads: Semaphore::new(std::thread::available_parallelism().map_or(1, usize::from) + MORE_READS),
         });
         shared.rebuild();
         let (queue, jobs) = sync_channel(QUEUE);
