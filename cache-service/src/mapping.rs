@@ -2,7 +2,8 @@
 //!
 //! A file is named only while its chunk is under a lease or pinned, and each layer only after it has been verified once, with
 //! the checksum that it had then. Sums are remembered for the very file (device, inode, size, time of change) that they were
-//! taken of; what is sent of it is checked by them too. Whatever goes wrong here makes the chunk go over the wire instead: that path finds out, counts and repairs.
+//! taken of; what is sent of it is checked by them too. Whatever goes wrong here makes the chunk go over the wire instead: that
+//! path finds out, counts and repairs.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
