@@ -1,21 +1,27 @@
 //! Reads headers and layers through the tiers, and says why when it cannot.
 //!
-//! A layer is verified when it is read into memory, from the disk tier too. Adjacent layers that nobody has are read
+//! A layer is verified when it is read into memory, from the disk tier too: by its digest, and from then on, as long as the file
+//! is the same one, by the CRC-32C that it had then. Adjacent layers that nobody has are read
 //! together. An object whose layer does not match its digest is removed from where it was read: from the disk tier the
 //! store takes its place, from the store so that a repair can put it anew.
 
 use std::collections::HashSet;
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use bytes::Bytes;
 use kvsplice_kv::object::{self, FIRST_READ_BYTES, Header};
+use kvsplice_proto::mmap::Identity;
+use object_store::ObjectMeta;
+use object_store::path::Path;
 use tracing::{debug, warn};
 
 use crate::Error;
 use crate::admission::Gate;
 use crate::disk::Disk;
 use crate::error::Fault;
+use crate::frame;
 use crate::lookups::{Lookups, Outcome};
 use crate::mapping::{Mapped, Maps, Sums};
 use crate::memory::{Claim, Lookup, Memory};
@@ -87,17 +93,26 @@ pub(crate) struct Loaded {
     pub(crate) bytes: Bytes,
     /// The tier: `memory`, `disk` or `object`.
     pub(crate) source: &'static str,
+    /// CRC-32C of each frame that it makes when it is sent whole; none where that is not known.
+    pub(crate) sums: Arc<[u32]>,
 }
+
+/// What is read at first of the first object: the metadata of a model of some 30 layers.
+pub(crate) const FIRST_HEADER_BYTES: usize = 4 << 10;
+/// More is read in steps of these: names of owners differ.
+const HEADER_STEP: usize = 1 << 10;
 
 /// Reads through the tiers.
 pub(crate) struct Fetcher {
     pub(crate) store: Store,
     pub(crate) memory: Memory,
     pub(crate) disk: Disk,
-    pub(crate) maps: Maps,
+    pub(crate) maps: Arc<Maps>,
     pub(crate) gate: Gate,
     pub(crate) costs: Costs,
     pub(crate) lookups: Arc<Lookups>,
+    /// What is read of an object at first: at least as much as the metadata of those seen so far.
+    pub(crate) header_bytes: AtomicUsize,
 }
 
 impl Fetcher {
@@ -171,18 +186,10 @@ impl Fetcher {
     /// Like [`Fetcher::object`], always from the store.
     pub(crate) async fn read_object(&self, key: &ObjectKey) -> Result<Arc<Object>, Miss> {
         let path = object_path(key);
-        let (meta, mut start) = self.store.start_of(&path, FIRST_READ_BYTES).await?;
-        let header = match Header::parse(&start) {
-            Err(object::Error::Truncated { need, .. }) if need > start.len() && meta.size >= need as u64 => {
-                start = self.store.range(&path, meta.e_tag.as_deref(), 0..need).await?;
-                let header = Header::parse(&start);
-                if header.as_ref().is_ok_and(|header| header.layout.header_bytes() < need) {
-                    // The first reading had another length.
-                    self.store.count_fault(&object::Error::DamagedHeader);
-                }
-                header
-            }
-            other => other,
+        let (meta, start) = self.store.start_of(&path, self.header_bytes.load(Ordering::Relaxed)).await?;
+        let header = match Header::parse_start(&start) {
+            Some((header, _)) => Ok(header),
+            None => self.read_header(&path, &meta, start).await?,
         };
         let checked = header.and_then(|header| {
             header.check_id(key.chunk)?;
@@ -204,6 +211,26 @@ impl Fetcher {
                 Err(error.into())
             }
         }
+    }
+
+    /// Reads the rest of a header whose metadata were not in what was read first, or were not as they should be.
+    async fn read_header(
+        &self,
+        path: &Path,
+        meta: &ObjectMeta,
+        start: Bytes,
+    ) -> Result<Result<Header, object::Error>, Miss> {
+        let need = match Header::parse(&start) {
+            Err(object::Error::Truncated { need, .. }) if need > start.len() && meta.size >= need as u64 => need,
+            parsed => return Ok(parsed),
+        };
+        let rest = self.store.range(path, meta.e_tag.as_deref(), start.len()..need).await?;
+        let whole = [start, rest].concat();
+        if let Some((_, took)) = Header::parse_start(&whole) {
+            // The next one of this kind takes one read.
+            self.header_bytes.fetch_max(took.next_multiple_of(HEADER_STEP).min(FIRST_READ_BYTES), Ordering::Relaxed);
+        }
+        Ok(Header::parse(&whole))
     }
 
     /// The first of `layers`, and as many of the following ones as come with it cheaply. `layers` ascend without a gap.
@@ -238,7 +265,7 @@ impl Fetcher {
         let mut claims = match self.memory.lookup(&key, &digest).await {
             Lookup::Found(layer) => {
                 self.lookups.count(Outcome::Memory);
-                return Ok(vec![Loaded { layer: first, bytes: layer.bytes, source: "memory" }]);
+                return Ok(vec![Loaded { layer: first, bytes: layer.bytes, source: "memory", sums: layer.sums }]);
             }
             Lookup::Claimed(claim) => vec![claim],
         };
@@ -250,8 +277,11 @@ impl Fetcher {
             }
         }
         let work = Work { object, first, epoch: self.disk.epoch() };
-        let checked = object.clone();
-        let check = move |apart| verify_now(&checked, first, &Bytes::new(), apart);
+        let (checked, maps, path) = (object.clone(), self.maps.clone(), self.disk.path(&object.key));
+        let check = move |identity: Option<Identity>, apart| {
+            let file = identity.zip(path).and_then(|(identity, path)| maps.file(&checked, &path, identity));
+            verify_now(&checked, first, &Bytes::new(), apart, file.as_deref())
+        };
         if let Some(Verified { layers, failure }) = self.disk.read(object, first, claims.len(), check).await {
             if let Some(error) = failure {
                 self.disk.discard(&object.key, error).await;
@@ -315,7 +345,8 @@ impl Fetcher {
         let source = if from == Outcome::Disk { "disk" } else { "object" };
         let mut loaded = Vec::with_capacity(layers.len());
         for ((claim, layer), number) in claims.into_iter().zip(layers).zip(first..) {
-            loaded.push(Loaded { layer: number, bytes: layer.bytes.clone(), source });
+            let (bytes, sums) = (layer.bytes.clone(), layer.sums.clone());
+            loaded.push(Loaded { layer: number, bytes, source, sums });
             self.memory.fill(claim, layer, cost_us);
             self.lookups.count(from);
         }
@@ -378,11 +409,12 @@ pub(crate) async fn verify(
     joined: Bytes,
     apart: Vec<Bytes>,
 ) -> Result<Verified, Miss> {
-    let work = move || verify_now(&object, first, &joined, apart);
+    let work = move || verify_now(&object, first, &joined, apart, None);
     tokio::task::spawn_blocking(work).await.map_err(|error| Miss::Store(format!("verify a layer: {error}")))
 }
 
-fn verify_now(object: &Object, first: u32, joined: &Bytes, apart: Vec<Bytes>) -> Verified {
+/// `file`: the one that they were read of, if it is whole. A layer of it that was verified before is as it was if its CRC-32C is.
+fn verify_now(object: &Object, first: u32, joined: &Bytes, apart: Vec<Bytes>, file: Option<&Mapped>) -> Verified {
     let header = &object.header;
     let mut verified = Verified { layers: Vec::new(), failure: None };
     let layer_bytes = header.layer_bytes();
@@ -390,13 +422,20 @@ fn verify_now(object: &Object, first: u32, joined: &Bytes, apart: Vec<Bytes>) ->
     let cut = cut.map(|start| joined.slice(start..joined.len().min(start + layer_bytes)));
     let (got, whole) = (joined.len(), joined.len() == layer_bytes);
     for (number, piece) in (first..).zip(cut.chain(apart)) {
-        if let Err(error) = header.verify_layer(number, &piece) {
-            verified.failure = Some(error);
-            break;
+        let fits = piece.len() == layer_bytes;
+        let (sums, sum) = if fits { frame::sums(&header.layout, header.tokens, &piece) } else { Default::default() };
+        if !fits || file.is_none_or(|file| file.sum(number) != Some(sum)) {
+            if let Err(error) = header.verify_layer(number, &piece) {
+                verified.failure = Some(error);
+                break;
+            }
+            if let Some(file) = file {
+                file.remember(number, &[sum]);
+            }
         }
         // A slice would keep the bytes of its neighbors alive: the tier would hold more than it counts.
         let bytes = if whole || got == 0 { piece } else { Bytes::copy_from_slice(&piece) };
-        verified.layers.push(Layer { digest: header.layer_digests[number as usize], bytes });
+        verified.layers.push(Layer { digest: header.layer_digests[number as usize], bytes, sums });
     }
     if verified.layers.is_empty() && verified.failure.is_none() {
         verified.failure = Some(object::Error::Truncated { got, need: layer_bytes });

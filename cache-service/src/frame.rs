@@ -3,6 +3,7 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
 use kvsplice_kv::{KvLayout, Part, RowRanges};
@@ -21,6 +22,8 @@ const GATHERED_BYTES: usize = MAX_GATHERED * 16;
 /// The frames of one layer, made one at a time.
 pub(crate) struct Frames {
     place: u32,
+    layout: KvLayout,
+    tokens: u32,
     loaded: Loaded,
     /// What is left to send, in order.
     pieces: VecDeque<Piece>,
@@ -31,8 +34,9 @@ pub(crate) struct Frames {
 /// One part of the layer.
 struct Piece {
     part: Part,
-    /// Where its bytes begin in the layer.
+    /// Where its bytes begin in the layer, and its frames among those of a layer that is sent whole.
     start: usize,
+    first_sum: usize,
     row_bytes: usize,
     /// The rows to send, ascending.
     ranges: Vec<Range<usize>>,
@@ -45,7 +49,10 @@ impl Frames {
     /// `skip`: rows to leave out.
     pub(crate) fn new(place: u32, loaded: Loaded, layout: &KvLayout, tokens: u32, skip: &RowRanges) -> Self {
         let wanted = remaining(tokens as usize, skip);
+        let mut sums = 0;
         let piece = |&part: &Part| {
+            let first_sum = sums;
+            sums += (part.rows(tokens) as usize).div_ceil(frame_rows(layout.row_bytes(part)));
             let ranges = if part.by_token() {
                 wanted.clone()
             } else {
@@ -53,19 +60,21 @@ impl Frames {
             };
             let next = (0, ranges.first().map_or(0, |range| range.start));
             let start = layout.part_range(part, tokens).start;
-            Piece { part, start, row_bytes: layout.row_bytes(part), ranges, next }
+            Piece { part, start, first_sum, row_bytes: layout.row_bytes(part), ranges, next }
         };
         let empty = wanted.is_empty();
         let pieces = if empty { VecDeque::new() } else { layout.parts().iter().map(piece).collect() };
-        Self { place, loaded, pieces, empty }
+        Self { place, layout: *layout, tokens, loaded, pieces, empty }
     }
 }
 
 impl Piece {
     /// Takes the rows of the next frame.
     fn take(&mut self) -> Vec<Range<usize>> {
-        let room = FRAME_BYTES - FIELD_BYTES - if self.ranges.len() > 1 { GATHERED_BYTES } else { 0 };
-        let mut room = (room / self.row_bytes).max(1);
+        let mut room = frame_rows(self.row_bytes);
+        if self.ranges.len() > 1 {
+            room = ((FRAME_BYTES - FIELD_BYTES - GATHERED_BYTES) / self.row_bytes.max(1)).max(1);
+        }
         let mut taken = Vec::new();
         while let Some(range) = self.ranges.get(self.next.0) {
             if room == 0 || taken.len() == MAX_GATHERED {
@@ -82,6 +91,14 @@ impl Piece {
             }
         }
         taken
+    }
+
+    /// Which frame of a layer that is sent whole has just these rows.
+    fn place(&self, layout: &KvLayout, tokens: u32, rows: &[Range<usize>]) -> Option<usize> {
+        let [rows] = rows else { return None };
+        let whole = frame_rows(layout.row_bytes(self.part));
+        let end = (rows.start + whole).min(self.part.rows(tokens) as usize);
+        (rows.start.is_multiple_of(whole) && rows.end == end).then(|| self.first_sum + rows.start / whole)
     }
 
     /// The bytes of these rows, out of the layer's.
@@ -124,13 +141,35 @@ impl Iterator for Frames {
             let wire = |rows: &Range<usize>| v1::Range { first: rows.start as u32, end: rows.end as u32 };
             frame.part = convert::wire_part(piece.part).into();
             frame.data = piece.gather(&self.loaded.bytes, &taken);
-            frame.crc32c = crc32c::crc32c(&frame.data);
+            let known = piece.place(&self.layout, self.tokens, &taken).and_then(|place| self.loaded.sums.get(place));
+            frame.crc32c = known.copied().unwrap_or_else(|| crc32c::crc32c(&frame.data));
             frame.first_row = taken.first().map_or(0, |rows| rows.start as u32);
             frame.rows = taken.iter().map(|rows| rows.len() as u32).sum();
             frame.gathered = if taken.len() > 1 { taken.iter().map(wire).collect() } else { Vec::new() };
             return Some(frame);
         }
     }
+}
+
+/// Rows of a frame that leaves none out.
+fn frame_rows(row_bytes: usize) -> usize {
+    ((FRAME_BYTES - FIELD_BYTES) / row_bytes.max(1)).max(1)
+}
+
+/// CRC-32C of each frame that a layer makes when it is sent whole, and of the layer. The layer is as long as `layout` says.
+pub(crate) fn sums(layout: &KvLayout, tokens: u32, layer: &[u8]) -> (Arc<[u32]>, u32) {
+    let mut whole = 0;
+    let mut sums = Vec::new();
+    for &part in layout.parts() {
+        let row_bytes = layout.row_bytes(part).max(1);
+        let bytes = layer.get(layout.part_range(part, tokens)).unwrap_or(&[]);
+        for piece in bytes.chunks(frame_rows(row_bytes) * row_bytes) {
+            let sum = crc32c::crc32c(piece);
+            whole = crc32c::crc32c_combine(whole, sum, piece.len());
+            sums.push(sum);
+        }
+    }
+    (sums.into(), whole)
 }
 
 /// Rows `0..rows` without `skip`.
@@ -199,7 +238,8 @@ mod tests {
         for (tokens, layout) in &LAYOUTS {
             let bytes: Bytes = (0..layout.layer_bytes(*tokens)).map(|i| (i % 251) as u8).collect();
             for skip in &skips {
-                let loaded = Loaded { layer: 3, bytes: bytes.clone(), source: "memory" };
+                let loaded =
+                    Loaded { layer: 3, bytes: bytes.clone(), source: "memory", sums: sums(layout, *tokens, &bytes).0 };
                 let joined = join(Frames::new(7, loaded, layout, *tokens, skip), layout, *tokens);
                 let nothing = (0..*tokens).all(|row| skip.contains(row));
                 for &part in layout.parts() {
@@ -216,10 +256,28 @@ mod tests {
     }
 
     #[test]
+    fn known_sums_are_those_of_the_frames_and_make_that_of_the_layer() {
+        for (tokens, layout) in &LAYOUTS {
+            let bytes: Bytes = (0..layout.layer_bytes(*tokens)).map(|i| (i % 249) as u8).collect();
+            let (sums, whole) = sums(layout, *tokens, &bytes);
+            assert_eq!(whole, crc32c::crc32c(&bytes));
+            let loaded = Loaded { layer: 0, bytes: bytes.clone(), source: "disk", sums: sums.clone() };
+            let frames = |loaded| Frames::new(0, loaded, layout, *tokens, &RowRanges::default());
+            let sent: Vec<u32> = frames(loaded.clone()).map(|frame| frame.crc32c).collect();
+            assert_eq!(&sent[..], &sums[..]);
+            // They are used: what is wrong here is sent.
+            let wrong: Arc<[u32]> = sums.iter().map(|sum| !sum).collect();
+            let sent = frames(Loaded { sums: wrong.clone(), ..loaded }).map(|frame| frame.crc32c);
+            assert!(sent.eq(wrong.iter().copied()));
+        }
+    }
+
+    #[test]
     fn a_layer_whose_rows_are_all_skipped_is_one_empty_frame() {
         for encoding in [Encoding::F32, Encoding::Int8] {
             let layout = KvLayout { layers: 4, kv_heads: 1, head_dim: 8, encoding };
-            let loaded = Loaded { layer: 3, bytes: vec![1; layout.layer_bytes(10)].into(), source: "disk" };
+            let bytes = vec![1; layout.layer_bytes(10)].into();
+            let loaded = Loaded { layer: 3, bytes, source: "disk", sums: Arc::default() };
             let skip = RowRanges::from_range(0..10);
             let frames: Vec<Frame> = Frames::new(7, loaded, &layout, 10, &skip).collect();
             assert_eq!(frames.len(), 1);

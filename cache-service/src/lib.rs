@@ -33,8 +33,8 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvsplice_proto::server::{self, Limits, MESSAGE_BYTES};
-use kvsplice_proto::v1::cache_server::CacheServer;
+use kvsplice_proto::frames::ChunkServer;
+use kvsplice_proto::server::{self, Limits};
 use object_store::ObjectStore;
 use tokio::net::TcpListener;
 use tonic::service::Routes;
@@ -104,14 +104,12 @@ async fn serve(
     );
     let service = Service::open(store, &config).await?;
     let fetcher = service.fetcher();
-    let service =
-        CacheServer::new(service).max_decoding_message_size(MESSAGE_BYTES).max_encoding_message_size(MESSAGE_BYTES);
     let limits = Limits {
         max_in_flight: config.max_in_flight,
         default_deadline: Duration::from_secs(config.deadline_s),
         grace: Duration::from_secs(config.grace_s),
     };
-    let served = server::serve(Routes::new(service), &[SERVICE], listener, limits, shutdown).await;
+    let served = server::serve(Routes::new(ChunkServer::new(service)), &[SERVICE], listener, limits, shutdown).await;
     fetcher.disk.close().await;
     served.map_err(|source| Error::Serve { source })
 }

@@ -2,12 +2,13 @@
 //!
 //! A file is named only while its chunk is under a lease or pinned, and each layer only after it has been verified once, with
 //! the checksum that it had then. Sums are remembered for the very file (device, inode, size, time of change) that they were
-//! taken of. Whatever goes wrong here makes the chunk go over the wire instead: that path finds out, counts and repairs.
+//! taken of; what is sent of it is checked by them too. Whatever goes wrong here makes the chunk go over the wire instead: that
+//! path finds out, counts and repairs.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kvsplice_proto::mmap::Identity;
 use kvsplice_proto::v1;
@@ -87,13 +88,27 @@ impl Maps {
             }
             let found =
                 check_file(file, &key).inspect_err(|fault| debug!(chunk = %key.chunk, ?fault, "not mapped")).ok()?;
-            let sums = vec![None; found.header.layer_digests.len()];
             let object = Arc::new(Object { key, header: found.header, origin: Origin::Disk });
-            Some(Arc::new(Mapped { object, path: path_text.to_owned(), identity, tier, sums: Mutex::new(sums) }))
+            Some(Arc::new(Mapped::new(object, path_text.to_owned(), identity, tier)))
         };
         let mapped = tokio::task::spawn_blocking(opening).await.ok().flatten()?;
         self.known.insert(key, mapped.clone());
         Some(mapped)
+    }
+
+    /// What is known of the file of the disk tier that an object lies in.
+    pub(crate) fn file(&self, object: &Object, path: &Path, identity: Identity) -> Option<Arc<Mapped>> {
+        let path = path.to_str()?;
+        let same = |known: &Arc<Mapped>| {
+            known.identity == identity && known.path == path && known.object.header == object.header
+        };
+        if let Some(known) = self.known.get(&object.key).filter(same) {
+            return Some(known);
+        }
+        let object = Arc::new(Object { key: object.key, header: object.header.clone(), origin: Origin::Disk });
+        let file = Arc::new(Mapped::new(object, path.to_owned(), identity, Outcome::Disk));
+        self.known.insert(file.object.key, file.clone());
+        Some(file)
     }
 
     /// The sums of the first of `rest` and of those that follow it without a gap, as far as they are known; else those of
@@ -125,9 +140,30 @@ impl Maps {
 }
 
 impl Mapped {
+    fn new(object: Arc<Object>, path: String, identity: Identity, tier: Outcome) -> Self {
+        let sums = Mutex::new(vec![None; object.header.layer_digests.len()]);
+        Self { object, path, identity, tier, sums }
+    }
+
+    // A panic while the lock was held cannot leave a sum that is wrong.
+    fn sums(&self) -> MutexGuard<'_, Vec<Option<u32>>> {
+        self.sums.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What a layer of this file had when it was verified.
+    pub(crate) fn sum(&self, layer: u32) -> Option<u32> {
+        self.sums().get(layer as usize).copied().flatten()
+    }
+
+    /// Notes the sums of layers that have been verified, from `first` on.
+    pub(crate) fn remember(&self, first: u32, sums: &[u32]) {
+        for (place, sum) in self.sums().iter_mut().skip(first as usize).zip(sums) {
+            *place = Some(*sum);
+        }
+    }
+
     fn known_run(&self, layers: &[u32]) -> Vec<u32> {
-        // A panic while the lock was held cannot leave a sum that is wrong.
-        let sums = self.sums.lock().unwrap_or_else(PoisonError::into_inner);
+        let sums = self.sums();
         let first = layers.first().copied().unwrap_or(0);
         let known = |layer: &u32| sums.get(*layer as usize).copied().flatten();
         layers
@@ -161,10 +197,7 @@ impl Mapped {
             }
             crc32c.push(crc32c::crc32c(bytes));
         }
-        let mut sums = self.sums.lock().unwrap_or_else(PoisonError::into_inner);
-        for (place, sum) in sums.iter_mut().skip(first as usize).zip(&crc32c) {
-            *place = Some(*sum);
-        }
+        self.remember(first, &crc32c);
         Some(crc32c)
     }
 }

@@ -160,7 +160,7 @@ impl Memory {
 
     /// Returns what must be freed: better without the lock, for layers are large.
     fn keep(&self, state: &mut State, key: LayerKey, layer: Layer, cost_us: f64) -> Vec<(LayerKey, Layer)> {
-        let bytes = layer.bytes.len() as u64 + ENTRY_BYTES;
+        let bytes = (layer.bytes.len() + 4 * layer.sums.len()) as u64 + ENTRY_BYTES;
         let replaced = state.layers.remove(&key);
         let (mut evicted, room) = state.layers.make_room(bytes, |key| self.protection.covers(&key.object.chunk));
         if room {
@@ -217,7 +217,7 @@ mod tests {
     }
 
     fn layer(bytes: usize) -> Layer {
-        Layer { digest: [bytes as u8; 32], bytes: vec![1; bytes].into() }
+        Layer { digest: [bytes as u8; 32], bytes: vec![1; bytes].into(), sums: Arc::default() }
     }
 
     fn memory(limit: u64, eviction: Eviction) -> (Memory, Arc<Protection>) {
@@ -246,7 +246,7 @@ mod tests {
         for eviction in [Eviction::Lru, Eviction::Value] {
             let (memory, protection) = memory(1 << 20, eviction);
             memory.insert(key(7, 3), layer(10_000), 1.0);
-            protection.lease([key(7, 3).object.chunk].into_iter(), Duration::from_secs(60)).unwrap();
+            protection.lease([key(7, 3).object.chunk].into_iter(), Duration::from_secs(60), None).unwrap();
             for round in 0..4000 {
                 memory.insert(key(8, round), layer(10_000), 1.0);
             }

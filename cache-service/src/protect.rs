@@ -1,6 +1,7 @@
 //! Which chunks must not be evicted: pinned ones, and those under a lease.
 //!
-//! Leases end by themselves, by a clock that never jumps, when they are given back, and with the process: nothing is lost.
+//! Leases end by themselves, by a clock that never jumps, when they are given back, and with the process: nothing is lost. One whose
+//! holder is to renew it lapses when it does not, and holds again when it does after all: a pause costs nothing more.
 //! Pins are stored (`kept`) and read at the start.
 
 use std::collections::{HashMap, HashSet};
@@ -31,7 +32,7 @@ pub(crate) struct Protection {
 #[derive(Debug)]
 struct State {
     pinned: HashSet<ChunkId>,
-    /// When each lease on a chunk ends, by the lease's number.
+    /// When each lease on a chunk ends or lapses, by the lease's number.
     leased: HashMap<ChunkId, HashMap<u64, Instant>>,
     leases: HashMap<u64, Lasting>,
     swept: Instant,
@@ -41,6 +42,10 @@ struct State {
 #[derive(Debug)]
 struct Lasting {
     ends: Instant,
+    /// How long it holds without being renewed.
+    renew: Option<Duration>,
+    /// When it ends, or lapses.
+    until: Instant,
     chunks: Vec<ChunkId>,
 }
 
@@ -74,14 +79,23 @@ impl Protection {
         Self { state: RwLock::new(state), next: AtomicU64::new(0), epoch_ms: unix_ms() }
     }
 
-    /// Protects `chunks` for `time`, cut at [`MAX_LEASE`].
-    pub(crate) fn lease(&self, chunks: impl Iterator<Item = ChunkId>, time: Duration) -> Result<Lease, Error> {
+    /// Protects `chunks` for `time`, cut at [`MAX_LEASE`]; with `renew`, while it is not older than this since it was renewed.
+    pub(crate) fn lease(
+        &self,
+        chunks: impl Iterator<Item = ChunkId>,
+        time: Duration,
+        renew: Option<Duration>,
+    ) -> Result<Lease, Error> {
         let time = time.min(MAX_LEASE);
         let now = Instant::now();
         let ends = now + time;
+        let until = now + renew.unwrap_or(time).min(time);
         let mut state = self.write();
         if now.duration_since(state.swept) >= SWEEP_INTERVAL || state.leases.len() >= MAX_LEASES {
             state.sweep(now);
+        }
+        if state.leases.len() >= MAX_LEASES {
+            state.leases.retain(|_, lease| lease.until > now);
         }
         if state.leases.len() >= MAX_LEASES {
             return Err(Error::TooMany { what: "leases", limit: MAX_LEASES, advice: "ask for shorter ones" });
@@ -89,9 +103,9 @@ impl Protection {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         let chunks: Vec<ChunkId> = chunks.collect();
         for chunk in &chunks {
-            state.leased.entry(*chunk).or_default().insert(number, ends);
+            state.leased.entry(*chunk).or_default().insert(number, until);
         }
-        state.leases.insert(number, Lasting { ends, chunks });
+        state.leases.insert(number, Lasting { ends, renew, until, chunks });
         let expires_ms = unix_ms().saturating_add(time.as_millis() as u64);
         Ok(Lease { id: format!("{:x}-{number:x}", self.epoch_ms), expires_ms })
     }
@@ -102,17 +116,34 @@ impl Protection {
         chunks: impl Iterator<Item = ChunkId>,
         time: Duration,
     ) -> Result<Holding, Error> {
-        let Lease { id, .. } = self.lease(chunks, time)?;
+        let Lease { id, .. } = self.lease(chunks, time, None)?;
         Ok(Holding { protection: self.clone(), id, ends: Instant::now() + time.min(MAX_LEASE) })
+    }
+
+    /// The number of a lease of this process.
+    fn number(&self, id: &str) -> Option<u64> {
+        let (epoch, number) = id.split_once('-')?;
+        let ours = epoch == format!("{:x}", self.epoch_ms);
+        u64::from_str_radix(number, 16).ok().filter(|_| ours)
+    }
+
+    /// Keeps a lease from lapsing, or takes it up again. One of another process, or that has ended, changes nothing.
+    pub(crate) fn renew(&self, id: &str) {
+        let Some(number) = self.number(id) else { return };
+        let now = Instant::now();
+        let mut state = self.write();
+        let State { leased, leases, .. } = &mut *state;
+        let Some(lease) = leases.get_mut(&number).filter(|lease| lease.ends > now) else { return };
+        let Some(renew) = lease.renew else { return };
+        lease.until = lease.ends.min(now + renew);
+        for chunk in &lease.chunks {
+            leased.entry(*chunk).or_default().insert(number, lease.until);
+        }
     }
 
     /// Ends a lease before its time. One of another process, or that has ended, changes nothing.
     pub(crate) fn release(&self, id: &str) {
-        let number = id.split_once('-').and_then(|(epoch, number)| {
-            let ours = epoch == format!("{:x}", self.epoch_ms);
-            u64::from_str_radix(number, 16).ok().filter(|_| ours)
-        });
-        let Some(number) = number else { return };
+        let Some(number) = self.number(id) else { return };
         let mut state = self.write();
         let Some(lease) = state.leases.remove(&number) else { return };
         for chunk in &lease.chunks {
@@ -152,7 +183,7 @@ impl Protection {
         let now = Instant::now();
         let state = self.read();
         state.pinned.contains(chunk)
-            || state.leased.get(chunk).is_some_and(|leases| leases.values().any(|ends| *ends > now))
+            || state.leased.get(chunk).is_some_and(|leases| leases.values().any(|until| *until > now))
     }
 
     /// Whether `chunk` is pinned.
@@ -160,11 +191,11 @@ impl Protection {
         self.read().pinned.contains(chunk)
     }
 
-    /// Leases that have not ended, and pins.
+    /// Leases that have neither ended nor lapsed, and pins.
     pub(crate) fn counts(&self) -> (usize, usize) {
         let now = Instant::now();
         let state = self.read();
-        (state.leases.values().filter(|lease| lease.ends > now).count(), state.pinned.len())
+        (state.leases.values().filter(|lease| lease.until > now).count(), state.pinned.len())
     }
 
     // A panic while the lock was held cannot leave the maps half-changed in a way that matters here.
@@ -181,7 +212,7 @@ impl State {
     fn sweep(&mut self, now: Instant) {
         self.leases.retain(|_, lease| lease.ends > now);
         self.leased.retain(|_, leases| {
-            leases.retain(|_, ends| *ends > now);
+            leases.retain(|_, until| *until > now);
             !leases.is_empty()
         });
         self.swept = now;
@@ -202,8 +233,8 @@ mod tests {
     #[test]
     fn a_lease_ends_by_itself() {
         let protection = Protection::new();
-        let ended = protection.lease([A].into_iter(), Duration::ZERO).unwrap();
-        let held = protection.lease([B].into_iter(), Duration::from_secs(60)).unwrap();
+        let ended = protection.lease([A].into_iter(), Duration::ZERO, None).unwrap();
+        let held = protection.lease([B].into_iter(), Duration::from_secs(60), None).unwrap();
         assert_ne!(ended.id, held.id);
         assert!(!protection.covers(&A) && protection.covers(&B));
         assert_eq!(protection.counts(), (1, 0));
@@ -214,18 +245,43 @@ mod tests {
     #[test]
     fn a_shorter_lease_does_not_cut_a_longer_one_and_none_is_endless() {
         let protection = Protection::new();
-        protection.lease([A].into_iter(), Duration::from_secs(60)).unwrap();
-        protection.lease([A].into_iter(), Duration::ZERO).unwrap();
+        protection.lease([A].into_iter(), Duration::from_secs(60), None).unwrap();
+        protection.lease([A].into_iter(), Duration::ZERO, None).unwrap();
         assert!(protection.covers(&A));
-        let longest = protection.lease([A].into_iter(), Duration::from_secs(1 << 40)).unwrap();
+        let longest = protection.lease([A].into_iter(), Duration::from_secs(1 << 40), None).unwrap();
         assert!(longest.expires_ms <= unix_ms() + MAX_LEASE.as_millis() as u64);
+    }
+
+    #[test]
+    fn a_lease_that_is_not_renewed_lapses_until_it_is() {
+        let protection = Protection::new();
+        let (long, soon) = (Duration::from_secs(60), Duration::from_millis(1));
+        let lapsing = protection.lease([A].into_iter(), long, Some(soon)).unwrap();
+        let renewed = protection.lease([B].into_iter(), long, Some(long)).unwrap();
+        while protection.covers(&A) {
+            std::thread::yield_now();
+        }
+        assert_eq!(protection.counts().0, 1, "the other one holds");
+        // Also after what has lapsed was swept.
+        protection.write().sweep(Instant::now());
+        assert!(!protection.read().leased.contains_key(&A));
+        // One that is to be renewed more often than it lives does not outlive its time.
+        let short = protection.lease([A].into_iter(), Duration::ZERO, Some(long)).unwrap();
+        protection.renew(&short.id);
+        assert!(!protection.covers(&A));
+        protection.write().leases.values_mut().for_each(|lease| lease.renew = Some(long));
+        protection.renew(&lapsing.id);
+        assert!(protection.covers(&A) && protection.counts().0 == 2);
+        [&lapsing, &renewed].iter().for_each(|lease| protection.release(&lease.id));
+        protection.renew(&lapsing.id);
+        assert!(!protection.covers(&A) && !protection.covers(&B) && protection.counts().0 == 0);
     }
 
     #[test]
     fn a_lease_that_is_given_back_ends_and_the_others_stay() {
         let protection = Protection::new();
         let time = Duration::from_secs(60);
-        let [first, second] = [[A, B], [B, B]].map(|chunks| protection.lease(chunks.into_iter(), time).unwrap());
+        let [first, second] = [[A, B], [B, B]].map(|chunks| protection.lease(chunks.into_iter(), time, None).unwrap());
         protection.release(&first.id);
         assert!(!protection.covers(&A) && protection.covers(&B));
         // A lease of another process, no lease at all, and one that has ended.

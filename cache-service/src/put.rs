@@ -21,7 +21,7 @@ use tracing::{debug, warn};
 use crate::fetch::{Fetcher, Miss};
 use crate::store::{UPLOAD_BYTES, Upload, object_path};
 use crate::tier::{Layer, Object, ObjectKey, Origin, Removal};
-use crate::{Error, kept};
+use crate::{Error, frame, kept};
 
 /// Objects up to this size are written in one call.
 const SMALL_BYTES: usize = 32 << 20;
@@ -174,13 +174,17 @@ impl Incoming<'_> {
     {
         let bytes = body.take(self.object.header.layer_bytes()).await?.freeze();
         let object = self.object.clone();
-        let work = move || object.header.verify_layer(layer, &bytes).map(|()| bytes);
+        let work = move || {
+            let header = &object.header;
+            header.verify_layer(layer, &bytes).map(|()| (frame::sums(&header.layout, header.tokens, &bytes).0, bytes))
+        };
         let verified = tokio::task::spawn_blocking(work)
             .await
             .map_err(|error| Status::internal(format!("verify layer {layer}: {error}")))?;
-        let bytes = verified.map_err(|source| Error::Refused { chunk: self.object.key.chunk.to_string(), source })?;
+        let (sums, bytes) =
+            verified.map_err(|source| Error::Refused { chunk: self.object.key.chunk.to_string(), source })?;
         let (_, digest) = self.object.layer(layer).ok_or_else(|| Status::internal("a layer too many"))?;
-        Ok(Layer { digest, bytes })
+        Ok(Layer { digest, bytes, sums })
     }
 }
 

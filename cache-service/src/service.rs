@@ -1,6 +1,7 @@
 //! The gRPC service: checks each request, hands it to the file that does the work, and maps errors to statuses.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
 
 use futures::{StreamExt, TryStreamExt, stream};
@@ -11,7 +12,8 @@ use kvsplice_proto::v1::{
     CollectOrphansRequest, CollectOrphansResponse, ContainsRequest, ContainsResponse, DeleteRequest, DeleteResponse,
     Frame, GetChunksRequest, GetRecordRequest, GetRecordResponse, ListRecordsRequest, ListRecordsResponse, PinRequest,
     PinResponse, PutChunkRequest, PutChunkResponse, PutRecordRequest, PutRecordResponse, ReleaseRequest,
-    ReleaseResponse, StatsRequest, StatsResponse, Tier as TierStats, VerifyRequest, VerifyResponse, get_chunks_request,
+    ReleaseResponse, RenewRequest, RenewResponse, StatsRequest, StatsResponse, Tier as TierStats, VerifyRequest,
+    VerifyResponse, get_chunks_request,
 };
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
@@ -20,7 +22,7 @@ use tracing::{Instrument, warn};
 
 use crate::admission::Gate;
 use crate::disk::{Disk, Usage};
-use crate::fetch::{Fetcher, Miss};
+use crate::fetch::{FIRST_HEADER_BYTES, Fetcher, Miss};
 use crate::lookups::Lookups;
 use crate::mapping::Maps;
 use crate::memory::Memory;
@@ -72,8 +74,9 @@ impl Service {
                 .await
                 .map_err(|error| Error::Config { field: "disk_dir", detail: format!("cannot be read: {error}") })?
         };
-        let maps = Maps::new(config.hand_out_paths, protection.clone());
-        let fetcher = Arc::new(Fetcher { store, memory, disk, maps, gate, costs, lookups });
+        let maps = Arc::new(Maps::new(config.hand_out_paths, protection.clone()));
+        let header_bytes = AtomicUsize::new(FIRST_HEADER_BYTES);
+        let fetcher = Arc::new(Fetcher { store, memory, disk, maps, gate, costs, lookups, header_bytes });
         Ok(Self { fetcher, protection, uploads: Arc::new(Uploads::new()) })
     }
 
@@ -119,7 +122,8 @@ impl Cache for Service {
         let mut response = ContainsResponse { found, lease: String::new(), lease_expires_ms: 0 };
         if request.lease_ms > 0 {
             let covered = chunks.iter().zip(&response.found).filter(|(_, found)| **found).map(|(chunk, _)| *chunk);
-            let lease = self.protection.lease(covered, Duration::from_millis(request.lease_ms.into()))?;
+            let [time, renew] = [request.lease_ms, request.renew_ms].map(|ms| Duration::from_millis(ms.into()));
+            let lease = self.protection.lease(covered, time, (!renew.is_zero()).then_some(renew))?;
             response.lease = lease.id;
             response.lease_expires_ms = lease.expires_ms;
         }
@@ -237,6 +241,11 @@ impl Cache for Service {
     async fn release(&self, request: Request<ReleaseRequest>) -> Result<Response<ReleaseResponse>, Status> {
         self.protection.release(&request.into_inner().lease);
         Ok(Response::new(ReleaseResponse {}))
+    }
+
+    async fn renew(&self, request: Request<RenewRequest>) -> Result<Response<RenewResponse>, Status> {
+        self.protection.renew(&request.into_inner().lease);
+        Ok(Response::new(RenewResponse {}))
     }
 
     async fn collect_orphans(

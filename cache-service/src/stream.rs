@@ -460,7 +460,7 @@ impl Sender {
 async fn pick_heads(object: Arc<Object>, loaded: Vec<Loaded>, heads: Arc<[u32]>) -> Result<Vec<Loaded>, Miss> {
     let pick = move |loaded: Loaded| {
         let bytes = heads::pick(&loaded.bytes, &object.header.layout, object.header.tokens, &heads);
-        Loaded { bytes, ..loaded }
+        Loaded { bytes, sums: Arc::default(), ..loaded }
     };
     let work = move || loaded.into_iter().map(pick).collect();
     tokio::task::spawn_blocking(work).await.map_err(|error| Miss::Store(format!("cut heads out of a layer: {error}")))

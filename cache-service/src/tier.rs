@@ -53,6 +53,8 @@ pub(crate) struct LayerKey {
 pub(crate) struct Layer {
     pub(crate) digest: [u8; 32],
     pub(crate) bytes: Bytes,
+    /// CRC-32C of each frame that it makes when it is sent whole.
+    pub(crate) sums: Arc<[u32]>,
 }
 
 /// What leaves the tiers.

@@ -3,6 +3,7 @@
 
 use futures::{StreamExt, TryStreamExt, stream};
 use kvsplice_kv::ChunkId;
+use kvsplice_kv::object::Header;
 use kvsplice_proto::v1::{ObjectFault, VerifyResponse};
 use object_store::path::Path;
 
@@ -58,6 +59,12 @@ async fn check(fetcher: &Fetcher, key: &ObjectKey) -> Result<u64, Miss> {
         Origin::Store(e_tag) => e_tag.as_deref(),
         Origin::Disk => None,
     };
+    // To look it up only its start was read.
+    let bytes = fetcher.store.range(&object_path(key), e_tag, 0..header.layout.header_bytes()).await?;
+    if let Err(error) = Header::parse(&bytes) {
+        fetcher.store.count_fault(&error);
+        return Err(error.into());
+    }
     let step = (READ_BYTES / header.layer_bytes().max(1)).max(1);
     for first in (0..header.layout.layers).step_by(step) {
         let last = (first + (step as u32 - 1)).min(header.layout.layers - 1);

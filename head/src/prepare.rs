@@ -17,7 +17,7 @@ use crate::clock::Clock;
 use crate::craft::{Chunk, Decision};
 use crate::encode::{self, Batch};
 use crate::head::Head;
-use crate::lease::Lease;
+use crate::lease::{self, Lease};
 use crate::plan::{OnMiss, PromptPlan};
 
 /// The longest lease that the cache service gives.
@@ -171,7 +171,7 @@ async fn look_up(head: &Head, plan: &PromptPlan, deadline: Duration) -> Result<R
     }
     let contained = head
         .cache
-        .contains(&ids, Variant::clean(plan.encoding), deadline.min(MAX_LEASE))
+        .lease(&ids, Variant::clean(plan.encoding), deadline.min(MAX_LEASE), lease::LAPSES)
         .await
         .map_err(Error::cache("look up chunks"))?;
     let lease = contained.lease.map(|id| Arc::new(Lease::new(id, head.cache.clone())));

@@ -16,6 +16,8 @@ use crate::{ChunkId, ChunkKey, Encoding, KvLayout, Part, Variant};
 pub const FORMAT_VERSION: u32 = 1;
 /// What a reader fetches first, in bytes: the whole header of a model of up to 64 layers (32 with scales).
 pub const FIRST_READ_BYTES: usize = 32 << 10;
+/// What comes before the metadata in every header, after its length.
+const METADATA: &[u8] = b"{\"__metadata__\":";
 /// Longest header that is read, in bytes.
 pub const MAX_HEADER_BYTES: usize = FIRST_READ_BYTES * 32;
 
@@ -163,6 +165,18 @@ impl Header {
             return Err(Error::DamagedHeader);
         }
         Ok(header)
+    }
+
+    /// Reads the header from its metadata alone, which come first and are sealed: of a model of 48 layers some 5 of 32 KiB. What
+    /// else is there must be as its writer wrote it; what is not there follows from it. Also says how many bytes that took.
+    /// None where the metadata are not all there, or not as they should be: [`Header::parse`] of the whole header says why.
+    pub fn parse_start(bytes: &[u8]) -> Option<(Self, usize)> {
+        let metadata = bytes.get(8..)?.strip_prefix(METADATA)?;
+        let mut values = serde_json::Deserializer::from_slice(metadata).into_iter::<BTreeMap<String, String>>();
+        let header = Self::from_metadata(&values.next()?.ok()?).ok()?;
+        let rendered = header.render().ok()?;
+        let there = bytes.get(..rendered.len()).unwrap_or(bytes);
+        (rendered.get(..there.len()) == Some(there)).then(|| (header, 8 + METADATA.len() + values.byte_offset()))
     }
 
     /// Checks that the object belongs to the chunk `id`.
@@ -406,6 +420,29 @@ mod tests {
             .collect();
         let object = write(&key, &layout, Variant::clean(encoding), tokens, "f32", &data).unwrap();
         (key, layout, data, object)
+    }
+
+    #[test]
+    fn the_metadata_alone_give_the_header() {
+        for (layers, most) in [(2, 2 << 10), (24, 4 << 10), (48, 6 << 10), (90, 9 << 10)] {
+            for encoding in [Encoding::Bf16, Encoding::Int8] {
+                let (_, _, _, object) = make(layers, 5, encoding, "an \"owner\"");
+                let whole = Header::parse(&object).unwrap();
+                let (header, took) = Header::parse_start(&object).unwrap();
+                assert_eq!(header, whole);
+                assert!(took <= most, "{layers} layers take {took} bytes");
+                assert_eq!(Header::parse_start(&object[..took]), Some((whole, took)));
+                for short in [0, 7, 8, 30, took / 2, took - 1] {
+                    assert_eq!(Header::parse_start(&object[..short]), None, "{short} of {took}");
+                }
+                // Any bit of what is read, its length and seal included.
+                for place in (0..took).step_by(7).chain(took - 70..took) {
+                    let mut damaged = object[..took].to_vec();
+                    damaged[place] ^= 1;
+                    assert_eq!(Header::parse_start(&damaged), None, "bit 0 of byte {place}");
+                }
+            }
+        }
     }
 
     proptest! {

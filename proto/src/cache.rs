@@ -10,9 +10,10 @@ use tokio::sync::mpsc;
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
-use tonic::{Code, Status, Streaming};
+use tonic::{Code, Status};
 
 use crate::client::request;
+use crate::frames::{self, Frames};
 use crate::server::{FRAME_BYTES, MESSAGE_BYTES};
 use crate::v1;
 use crate::v1::cache_client::CacheClient as Generated;
@@ -26,6 +27,7 @@ const REQUESTS: usize = 16;
 #[derive(Clone, Debug)]
 pub struct CacheClient {
     inner: Generated<Channel>,
+    channel: Channel,
     deadline: Duration,
 }
 
@@ -43,22 +45,36 @@ pub struct Contained {
 impl CacheClient {
     /// A client whose calls, streams included, take at most `deadline`.
     pub fn new(channel: Channel, deadline: Duration) -> Self {
-        let inner =
-            Generated::new(channel).max_decoding_message_size(MESSAGE_BYTES).max_encoding_message_size(MESSAGE_BYTES);
-        Self { inner, deadline }
+        let inner = Generated::new(channel.clone())
+            .max_decoding_message_size(MESSAGE_BYTES)
+            .max_encoding_message_size(MESSAGE_BYTES);
+        Self { inner, channel, deadline }
     }
 
     /// The same client with another deadline.
     pub fn with_deadline(&self, deadline: Duration) -> Self {
-        Self { inner: self.inner.clone(), deadline }
+        Self { inner: self.inner.clone(), channel: self.channel.clone(), deadline }
     }
 
     /// Which of `chunks` exist; those are protected from eviction for `lease`, if that is not zero (at most 10 minutes).
     pub async fn contains(&self, chunks: &[ChunkId], variant: Variant, lease: Duration) -> Result<Contained, Status> {
+        self.lease(chunks, variant, lease, Duration::ZERO).await
+    }
+
+    /// Like [`CacheClient::contains`], under a lease that lapses when it is not renewed for `renew`; zero for one that needs not be.
+    pub async fn lease(
+        &self,
+        chunks: &[ChunkId],
+        variant: Variant,
+        lease: Duration,
+        renew: Duration,
+    ) -> Result<Contained, Status> {
+        let [lease_ms, renew_ms] = [lease, renew].map(|time| u32::try_from(time.as_millis()).unwrap_or(u32::MAX));
         let message = v1::ContainsRequest {
             chunks: chunks.iter().map(ChunkId::to_string).collect(),
             variant: variant.to_string(),
-            lease_ms: u32::try_from(lease.as_millis()).unwrap_or(u32::MAX),
+            lease_ms,
+            renew_ms,
         };
         let answer = self.inner.clone().contains(request(message, self.deadline)).await?.into_inner();
         if answer.found.len() != chunks.len() {
@@ -71,14 +87,11 @@ impl CacheClient {
 
     /// Opens a stream of chunk KV. Send Skip and Drop through the sender; dropping the stream ends the reads. A frame with an
     /// `error` ends its chunk; check every other one with [`intact`].
-    pub async fn get_chunks(
-        &self,
-        want: v1::Want,
-    ) -> Result<(mpsc::Sender<v1::GetChunksRequest>, Streaming<v1::Frame>), Status> {
+    pub async fn get_chunks(&self, want: v1::Want) -> Result<(mpsc::Sender<v1::GetChunksRequest>, Frames), Status> {
         let (sender, receiver) = mpsc::channel(REQUESTS);
         let first = v1::GetChunksRequest { message: Some(GetMessage::Want(want)) };
         let messages = tokio_stream::once(first).chain(ReceiverStream::new(receiver));
-        let frames = self.inner.clone().get_chunks(request(messages, self.deadline)).await?.into_inner();
+        let frames = frames::call(self.channel.clone(), request(messages, self.deadline)).await?;
         Ok((sender, frames))
     }
 
@@ -182,6 +195,12 @@ impl CacheClient {
     /// Ends a lease before its time.
     pub async fn release(&self, lease: String) -> Result<(), Status> {
         self.inner.clone().release(request(v1::ReleaseRequest { lease }, self.deadline)).await?;
+        Ok(())
+    }
+
+    /// Keeps a lease that lapses from lapsing.
+    pub async fn renew(&self, lease: String) -> Result<(), Status> {
+        self.inner.clone().renew(request(v1::RenewRequest { lease }, self.deadline)).await?;
         Ok(())
     }
 

@@ -7,6 +7,7 @@ pub mod cache;
 pub mod client;
 pub mod context;
 pub mod convert;
+pub mod frames;
 mod layers;
 pub mod load;
 pub mod mmap;

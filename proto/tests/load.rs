@@ -10,18 +10,20 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use kvsplice_kv::receipt::Source;
 use kvsplice_kv::{ChunkId, ChunkKey, Encoding, KvLayout, ModelDigest, Part, RowRanges, Variant, object};
+use kvsplice_proto::cache::CacheClient;
+use kvsplice_proto::frames::ChunkServer;
 use kvsplice_proto::load::{Form, Loaded, Loader, Skips, Wanted, WantedChunk};
 use kvsplice_proto::mmap::Identity;
 use kvsplice_proto::server::{self, Limits};
 use kvsplice_proto::v1::cache_server::{Cache, CacheServer};
 use kvsplice_proto::v1::get_chunks_request::Message;
-use kvsplice_proto::{convert, v1};
+use kvsplice_proto::{client, convert, v1};
 use tempfile::TempDir;
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, oneshot};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::service::Routes;
-use tonic::{Request, Response, Status, Streaming};
+use tonic::{Code, Request, Response, Status, Streaming};
 
 const LAYOUT: KvLayout = KvLayout { layers: 5, kv_heads: 2, head_dim: 16, encoding: Encoding::Bf16 };
 const VARIANT: Variant = Variant::clean(Encoding::Bf16);
@@ -175,6 +177,10 @@ impl Cache for Peer {
         Err(Status::unimplemented("not scripted"))
     }
 
+    async fn renew(&self, _: Request<v1::RenewRequest>) -> Result<Response<v1::RenewResponse>, Status> {
+        Err(Status::unimplemented("not scripted"))
+    }
+
     async fn pin(&self, _: Request<v1::PinRequest>) -> Result<Response<v1::PinResponse>, Status> {
         Err(Status::unimplemented("not scripted"))
     }
@@ -242,6 +248,47 @@ async fn fixture(naming: Naming, chunks: u32, connections: u32, map_files: bool)
     }));
     let loader = Loader::new(&address, connections, map_files, 20 * second).unwrap();
     Fixture { shared, chunks: list, loader, _folder: folder, _stop: stop }
+}
+
+/// Chunks are sent without copies to a client that knows nothing of it, and everything else of the service is as generated.
+#[tokio::test]
+async fn a_generated_client_reads_what_is_sent_without_copies() {
+    let fixture = fixture(Naming::Right, 2, 1, false).await;
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let channel = client::channel(&listener.local_addr().unwrap().to_string()).unwrap();
+    let second = Duration::from_secs(1);
+    let limits = Limits { max_in_flight: 64, default_deadline: 20 * second, grace: second };
+    let (_stop, stopped) = oneshot::channel::<()>();
+    let routes = Routes::new(ChunkServer::new(Peer(fixture.shared.clone())));
+    tokio::spawn(server::serve(routes, &["kvsplice.v1.Cache"], listener, limits, async { drop(stopped.await) }));
+    let chunks: Vec<String> = fixture.shared.objects.keys().cloned().collect();
+    let message = |message| v1::GetChunksRequest { message: Some(message) };
+    let want = v1::Want { chunks: chunks.clone(), variant: VARIANT.to_string(), ..v1::Want::default() };
+    let expected: Vec<v1::Frame> = {
+        let objects = || (0..).zip(chunks.iter().map(|chunk| &fixture.shared.objects[chunk].1));
+        let mut frames: Vec<v1::Frame> = objects().flat_map(|(place, object)| sent(place, object)).collect();
+        frames.sort_by_key(|frame| frame.layer);
+        frames
+    };
+
+    let mut generated = v1::cache_client::CacheClient::new(channel.clone());
+    let ask = client::request(tokio_stream::once(message(Message::Want(want.clone()))), 20 * second);
+    let mut frames = generated.get_chunks(ask).await.unwrap().into_inner();
+    for frame in &expected {
+        assert_eq!(frames.message().await.unwrap().as_ref(), Some(frame));
+    }
+    assert_eq!(frames.message().await.unwrap(), None);
+    let nothing = client::request(tokio_stream::once(message(Message::Drop(v1::Drop { chunk: 0 }))), 20 * second);
+    assert_eq!(generated.get_chunks(nothing).await.unwrap_err().code(), Code::InvalidArgument);
+    let refused = generated.stats(client::request(v1::StatsRequest {}, 20 * second)).await.unwrap_err();
+    assert_eq!(refused.code(), Code::Unimplemented);
+
+    // Both ends of ours.
+    let (_requests, mut frames) = CacheClient::new(channel, 20 * second).get_chunks(want).await.unwrap();
+    for frame in &expected {
+        assert_eq!(frames.message().await.unwrap().as_ref(), Some(frame));
+    }
+    assert_eq!(frames.message().await.unwrap(), None);
 }
 
 /// What came: by (chunk, layer) the layer's bytes, and by chunk the bytes over the wire and the last source.

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use kvsplice_kv::object::Header;
-use kvsplice_proto::v1;
+use kvsplice_proto::{client, v1};
 use kvsplice_tests::{
     Answer, Client, Cluster, Crowd, EXACT, Pair, Process, Reference, Verdict, cache_stats, inline, request, strategy,
     wait_idle, wait_serving, wait_until, words,
@@ -22,6 +22,8 @@ const QUESTION: &str = "Who keeps the beehives of the harbor?";
 const DEADLINE: Duration = Duration::from_secs(60);
 /// Until a stream has noticed that its worker is gone.
 const NOTICED: Duration = Duration::from_secs(10);
+/// A pause that a living head may make.
+const PAUSE: Duration = Duration::from_secs(2);
 /// Until nothing is held any more.
 const RELEASED: Duration = Duration::from_secs(5);
 
@@ -109,6 +111,64 @@ fn a_killed_cache_service_leaves_every_stream_right() {
         wait_idle(cluster.worker.address(), cluster.cache.address(), RELEASED).unwrap();
     }
     assert!(cluster.worker.is_running().unwrap() && cluster.head.is_running().unwrap());
+}
+
+#[test]
+fn a_killed_head_leaves_no_lease_and_a_paused_one_keeps_its_own() {
+    let seed = 23;
+    println!("seed {seed}");
+    let mut cluster = Cluster::start(&EXACT).unwrap();
+    let mut reference = Reference::start().unwrap();
+    let cases = cases(STREAMS, seed);
+    store(&Client::connect(cluster.server()).unwrap(), &cases);
+    let to_cache = format!("head.cache={}", cluster.cache.address());
+    let to_worker = format!("head.worker={}", cluster.worker.address());
+    let settings = [&["--set", to_cache.as_str(), "--set", to_worker.as_str()], &EXACT[..]].concat();
+    let leases = |cluster: &Cluster| cache_stats(cluster.cache.address()).map(|stats| stats.leases);
+    for planned in [1, STREAMS / 2, STREAMS] {
+        let client = Client::connect(cluster.server()).unwrap();
+        let crowd = begin(&client, &cases);
+        wait_until("streams under way", DEADLINE, || {
+            Ok((crowd.planned() >= planned && leases(&cluster)? > 0).then_some(()))
+        })
+        .unwrap();
+        let address = cluster.head.address().to_owned();
+        cluster.head.kill().unwrap();
+        wait_idle(cluster.worker.address(), cluster.cache.address(), RELEASED).unwrap();
+        let (mut ended, mut failed) = (0, 0);
+        for (case, answer) in cases.iter().zip(crowd.finish()) {
+            match answer {
+                Ok(answer) => {
+                    judge(&mut reference, case, &answer);
+                    ended += 1;
+                }
+                Err(status) => {
+                    let status = client::explain(status);
+                    assert_eq!(status.code(), Code::Unavailable, "{status:?}");
+                    failed += 1;
+                }
+            }
+        }
+        println!("killed after {planned} plans: {ended} streams had ended, {failed} failed");
+        cluster.head = Process::start_at("head", &address, &settings, cluster.folder()).unwrap();
+        wait_serving(&cluster.head).unwrap();
+    }
+    let client = Client::connect(cluster.server()).unwrap();
+    let crowd = begin(&client, &cases);
+    wait_until("streams under way", DEADLINE, || Ok((crowd.planned() == STREAMS).then_some(()))).unwrap();
+    cluster.head.signal("STOP").unwrap();
+    let (start, held) = (Instant::now(), leases(&cluster).unwrap());
+    assert!(held > 0);
+    // What was under way between the two when it stopped may still arrive.
+    let slack = held / 10;
+    wait_until("the end of the pause", DEADLINE, || Ok((start.elapsed() > PAUSE).then_some(()))).unwrap();
+    let kept = leases(&cluster).unwrap();
+    cluster.head.signal("CONT").unwrap();
+    assert!(kept + slack >= held, "{kept} of {held} leases were kept");
+    for (case, answer) in cases.iter().zip(crowd.finish()) {
+        judge(&mut reference, case, &answer.unwrap());
+    }
+    wait_idle(cluster.worker.address(), cluster.cache.address(), RELEASED).unwrap();
 }
 
 /// A status that says who is gone, to one who can ask again.

@@ -11,8 +11,11 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use kvsplice_kv::object::{self, FIRST_READ_BYTES, Header};
+use kvsplice_proto::mmap::Identity;
+use rustix::buffer::spare_capacity;
+use rustix::io::{pread, retry_on_intr};
 
 use crate::tier::ObjectKey;
 
@@ -133,24 +136,21 @@ impl Folder {
         check_file(File::open(self.whole(key))?, key)
     }
 
-    /// Reads ranges of an object, whole or not, each into memory of its own.
+    /// Reads ranges of an object, whole or not, each into memory of its own. Which file it is comes with those of a whole one.
     pub(super) fn read(
         &self,
         key: &ObjectKey,
         whole: bool,
         ranges: impl Iterator<Item = Range<usize>>,
-    ) -> io::Result<Vec<Bytes>> {
+    ) -> io::Result<(Option<Identity>, Vec<Bytes>)> {
         let file = match File::open(if whole { self.whole(key) } else { self.partial(key) }) {
             // Finished since it was looked up.
             Err(error) if error.kind() == ErrorKind::NotFound && !whole => File::open(self.whole(key))?,
             other => other?,
         };
-        let read = |range: Range<usize>| {
-            let mut bytes = BytesMut::zeroed(range.len());
-            file.read_exact_at(&mut bytes, range.start as u64)?;
-            Ok(bytes.freeze())
-        };
-        ranges.map(read).collect()
+        let identity = if whole { Some(Identity::of(&file.metadata()?)) } else { None };
+        let bytes = ranges.map(|range| read(&file, range)).collect::<io::Result<_>>()?;
+        Ok((identity, bytes))
     }
 
     /// Begins an object.
@@ -188,6 +188,21 @@ impl Folder {
         }
         Ok(())
     }
+}
+
+/// Reads a range of a file into memory that is not cleared before.
+fn read(file: &File, range: Range<usize>) -> io::Result<Bytes> {
+    let mut bytes = Vec::with_capacity(range.len());
+    while bytes.len() < range.len() {
+        let at = (range.start + bytes.len()) as u64;
+        match retry_on_intr(|| pread(file, spare_capacity(&mut bytes), at))? {
+            0 => return Err(ErrorKind::UnexpectedEof.into()),
+            _read => {}
+        }
+    }
+    // The allocator may have given more.
+    bytes.truncate(range.len());
+    Ok(bytes.into())
 }
 
 /// Reads the header of a whole object and checks it against its key and size. The layers are not read.

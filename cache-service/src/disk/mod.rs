@@ -18,6 +18,7 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use kvsplice_kv::eviction::Book;
+use kvsplice_proto::mmap::Identity;
 use tokio::sync::Semaphore;
 use tracing::warn;
 
@@ -32,9 +33,9 @@ use crate::tier::{Costs, Object, ObjectKey, Origin, Removal};
 /// Layers waiting to be written, in bytes and in writes.
 const QUEUE_BYTES: u64 = 256 << 20;
 const QUEUE: usize = 1024;
-/// Reads under way at once. Enough to keep a disk busy, and so few that the first ones are through soon: what is read goes out
-/// while the disk reads on.
-const READS: usize = 8;
+/// Reads under way at once, beside one for each processor: what is read is copied and checked by one. With more of them those who
+/// send wait behind those who read, and the first layer of a prompt with them.
+const MORE_READS: usize = 1;
 
 /// The tier, or nothing if it is off.
 pub(crate) struct Disk(Option<Running>);
@@ -139,7 +140,7 @@ impl Disk {
             queued_bytes: AtomicU64::new(0),
             epoch: AtomicU64::new(0),
             paused_until: Mutex::new(None),
-            reads: Semaphore::new(READS),
+            reads: Semaphore::new(std::thread::available_parallelism().map_or(1, usize::from) + MORE_READS),
         });
         shared.rebuild();
         let (queue, jobs) = sync_channel(QUEUE);
@@ -207,13 +208,13 @@ impl Disk {
     }
 
     /// Layer `first`, and as many of the `count` layers from it on as are here, as `check` finds them: off the async threads,
-    /// right after they are read.
+    /// right after they are read. It is told which file they are of if that is whole, hence never written again.
     pub(crate) async fn read<T: Send + 'static>(
         &self,
         object: &Arc<Object>,
         first: u32,
         count: usize,
-        check: impl FnOnce(Vec<Bytes>) -> T + Send + 'static,
+        check: impl FnOnce(Option<Identity>, Vec<Bytes>) -> T + Send + 'static,
     ) -> Option<T> {
         let shared = &self.0.as_ref()?.shared;
         let (whole, count) = {
@@ -229,7 +230,7 @@ impl Disk {
         let read = move || {
             let ranges = (first..=last).map(|layer| object.header.layer_range(layer));
             match reader.folder.read(&object.key, whole, ranges) {
-                Ok(bytes) => Some(check(bytes)),
+                Ok((identity, bytes)) => Some(check(identity, bytes)),
                 // Evicted since it was looked up.
                 Err(error) if error.kind() == ErrorKind::NotFound => None,
                 Err(error) => {

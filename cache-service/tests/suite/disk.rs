@@ -189,6 +189,30 @@ async fn files_that_do_not_verify_are_removed_and_counted() {
     server.stop().await;
 }
 
+/// What was verified once is checked by its CRC-32C from then on; that finds a bit that turned in the same file, too.
+#[tokio::test]
+async fn a_bit_that_turns_in_a_file_that_was_verified_is_found() {
+    let chunk = chunk(1, 6, 30);
+    let (folder, store) = folder_with(&[&chunk]).await;
+    let path = file(folder.path(), chunk.id);
+    let server = Server::start_with(store, config(folder.path(), 1 << 30)).await;
+    for _ in 0..2 {
+        assert_eq!(sources(&server, &chunk).await, ["disk"]);
+    }
+    // Nothing but the bit tells: neither inode nor size nor time.
+    let (opened, place) =
+        (OpenOptions::new().read(true).write(true).open(&path).unwrap(), chunk.object.len() as u64 - 9);
+    let written = opened.metadata().unwrap().modified().unwrap();
+    let mut byte = [0];
+    opened.read_exact_at(&mut byte, place).unwrap();
+    opened.write_all_at(&[byte[0] ^ 1], place).unwrap();
+    opened.set_modified(written).unwrap();
+    assert_eq!(opened.metadata().unwrap().modified().unwrap(), written);
+    assert_eq!(sources(&server, &chunk).await, ["disk", "object"]);
+    assert_eq!(lookups(&server, "disk/damaged").await, 1);
+    server.stop().await;
+}
+
 #[tokio::test]
 async fn the_limit_holds_for_the_files_and_leased_chunks_stay() {
     for eviction in [Eviction::Lru, Eviction::Value] {

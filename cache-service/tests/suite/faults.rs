@@ -11,7 +11,7 @@ use kvsplice_proto::cache::intact;
 use kvsplice_proto::v1::get_chunks_request::Message;
 use kvsplice_proto::v1::{Drop, GetChunksRequest, Range, Skip};
 use object_store::memory::InMemory;
-use object_store::{ObjectStore, ObjectStoreExt, path::Path};
+use object_store::{GetRange, ObjectStore, ObjectStoreExt, path::Path};
 use tokio::sync::Semaphore;
 use tonic::Code;
 
@@ -29,6 +29,50 @@ async fn filled(chunks: &[&Chunk]) -> Arc<dyn ObjectStore> {
 
 fn is_of(path: &Path, chunk: ChunkId) -> bool {
     path.as_ref().contains(&chunk.to_string())
+}
+
+/// Over a slow link a header takes as long as its bytes.
+#[tokio::test]
+async fn a_header_is_looked_up_once_and_in_few_bytes() {
+    let chunks: Vec<Chunk> = (0..3).map(|seed| chunk(seed, 64, 2)).collect();
+    let (gate, read) = (Arc::new(Semaphore::new(0)), Arc::new(AtomicUsize::new(0)));
+    let (held, count) = (gate.clone(), read.clone());
+    let store = Faulty::on_read(filled(&chunks.iter().collect::<Vec<_>>()).await, move |_, options| {
+        if let Some(GetRange::Bounded(range)) = &options.range {
+            count.fetch_add((range.end - range.start) as usize, Ordering::SeqCst);
+        }
+        Read::Wait(held.clone())
+    });
+    let server = Server::start(store.clone()).await;
+    let look_up = |chunk: &Chunk| {
+        let (client, id) = (server.client.clone(), chunk.id);
+        async move { client.contains(&[id], VARIANT, Duration::ZERO).await.unwrap().found[0] }
+    };
+    let (mut reads, mut bytes) = (store.reads.load(Ordering::SeqCst), read.load(Ordering::SeqCst));
+    let mut since = || {
+        let now = (store.reads.load(Ordering::SeqCst), read.load(Ordering::SeqCst));
+        let more = (now.0 - reads, now.1 - bytes);
+        (reads, bytes) = now;
+        more
+    };
+    // The first of a large model takes two reads, and no byte twice.
+    gate.add_permits(100);
+    assert!(look_up(&chunks[0]).await);
+    assert_eq!(since(), (2, 32 << 10));
+    assert!(look_up(&chunks[1]).await);
+    assert_eq!(since(), (1, 6 << 10));
+    assert!(look_up(&chunks[0]).await && look_up(&chunks[1]).await);
+    assert_eq!(since(), (0, 0));
+    // Many who ask at once wait for one read.
+    gate.forget_permits(100);
+    let asked: Vec<_> = (0..8).map(|_| tokio::spawn(look_up(&chunks[2]))).collect();
+    eventually("it is being read", || store.reading.load(Ordering::SeqCst) == 1).await;
+    gate.add_permits(100);
+    for asked in asked {
+        assert!(asked.await.unwrap());
+    }
+    assert_eq!(since(), (1, 6 << 10));
+    server.stop().await;
 }
 
 /// Reads of `slow` wait at the gate, the others pass.

@@ -9,7 +9,7 @@ use kvsplice_kv::record::{Chunk as Named, Corpus, Document, Tokens};
 use kvsplice_kv::{ChunkId, ChunkKey, Encoding, ModelDigest};
 use tonic::Code;
 
-use crate::support::{Chunk, MODEL, PREFIX, Server, VARIANT, chunk, chunk_of, get, put, want};
+use crate::support::{Chunk, MODEL, PREFIX, Server, VARIANT, chunk, chunk_of, eventually_so, get, put, want};
 
 const AUXILIARY: ModelDigest = ModelDigest::from_bytes([6; 32]);
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
@@ -25,6 +25,32 @@ fn config(folder: &Path) -> Config {
 
 fn tokens(seed: u32) -> Tokens {
     Tokens { ids: vec![seed, 3, 2], spans: vec![(0, 1), (1, 2), (2, 3)] }
+}
+
+#[tokio::test]
+async fn a_lease_whose_holder_is_silent_lapses_until_it_is_heard_of() {
+    let chunk = chunk(1, 2, 5);
+    let folder = tempfile::tempdir().unwrap();
+    let server = Server::open(config(folder.path())).await;
+    put(&server.client, &chunk).await.unwrap();
+    let leases = async || server.client.stats().await.unwrap().leases;
+    let take = async |renew| {
+        let contained = server.client.lease(&[chunk.id], VARIANT, DAY, renew).await.unwrap();
+        contained.lease.unwrap()
+    };
+    let (lasting, lapsing) = (take(Duration::ZERO).await, take(Duration::from_millis(300)).await);
+    eventually_so("one has lapsed", async || leases().await == 1).await;
+    server.client.renew(lasting.clone()).await.unwrap();
+    server.client.renew(lapsing.clone()).await.unwrap();
+    assert_eq!(leases().await, 2);
+    eventually_so("it has lapsed again", async || leases().await == 1).await;
+    for lease in [lasting, lapsing] {
+        server.client.release(lease.clone()).await.unwrap();
+        server.client.renew(lease).await.unwrap();
+        assert!(leases().await <= 1);
+    }
+    assert_eq!(leases().await, 0);
+    server.stop().await;
 }
 
 /// A corpus of one document with one chunk, and the KV that belongs to it.

@@ -139,6 +139,10 @@ impl v1::cache_server::Cache for Cache {
         Ok(Response::new(v1::DeleteResponse { removed }))
     }
 
+    async fn renew(&self, _: Request<v1::RenewRequest>) -> Answer<v1::RenewResponse> {
+        Ok(Response::new(v1::RenewResponse {}))
+    }
+
     async fn pin(&self, _: Request<v1::PinRequest>) -> Answer<v1::PinResponse> {
         Ok(Response::new(v1::PinResponse {}))
     }

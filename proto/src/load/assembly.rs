@@ -25,7 +25,7 @@ pub(super) struct Assembly {
 
 /// A layer that is still arriving.
 struct Partial {
-    /// As the layer is stored; zeros where nothing has come.
+    /// The layer as it is stored, up to where something has come; zeros where nothing has.
     bytes: Vec<u8>,
     /// Rows that have come, by part.
     rows: [RowRanges; 4],
@@ -106,13 +106,12 @@ impl Assembly {
             return Ok(None);
         }
         let layer_bytes = self.layout.layer_bytes(self.tokens);
-        let fresh = || Partial { bytes: vec![0; layer_bytes], rows: Default::default() };
+        let fresh = || Partial { bytes: Vec::with_capacity(layer_bytes), rows: Default::default() };
         let layer = self.partial.entry(frame.layer).or_insert_with(fresh);
         let mut data = frame.data.as_ref();
         for range in rows.ranges() {
             let (piece, rest) = data.split_at(range.len() * row_bytes);
-            let first = place.start + range.start as usize * row_bytes;
-            layer.bytes[first..first + piece.len()].copy_from_slice(piece);
+            put(&mut layer.bytes, place.start + range.start as usize * row_bytes, piece);
             data = rest;
         }
         layer.rows[part.index()] = layer.rows[part.index()].union(&rows);
@@ -132,10 +131,24 @@ impl Assembly {
         let by_token = self.layout.parts().iter().filter(|part| part.by_token());
         let came = by_token.fold(all.clone(), |came, part| came.intersection(&layer.rows[part.index()]));
         let lacks = all.without(&came);
-        let bytes = self.partial.remove(&frame.layer).map(|layer| Bytes::from(layer.bytes));
+        let bytes = self.partial.remove(&frame.layer).map(|mut layer| {
+            layer.bytes.resize(layer_bytes, 0);
+            Bytes::from(layer.bytes)
+        });
         self.settle(frame.layer);
         Ok(bytes.map(|bytes| Assembled { bytes, lacks }))
     }
+}
+
+/// Puts `piece` at `first`. Frames mostly come in order: then what they bring is written once, and nothing is cleared before.
+fn put(bytes: &mut Vec<u8>, first: usize, piece: &[u8]) {
+    if bytes.len() < first {
+        bytes.resize(first, 0);
+    }
+    let there = bytes.len().min(first + piece.len()) - first;
+    let (over, new) = piece.split_at(there);
+    bytes[first..first + there].copy_from_slice(over);
+    bytes.extend_from_slice(new);
 }
 
 #[cfg(test)]

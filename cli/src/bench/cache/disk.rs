@@ -5,6 +5,8 @@
 
 use std::fs::File;
 use std::io::Read;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -47,13 +49,23 @@ pub(super) async fn measure(bed: &Bed) -> anyhow::Result<Vec<Figure>> {
     let gigabytes = bed.kv_bytes() / 1e9;
     let (mut reads, mut from_disk) = (Vec::new(), Vec::new());
     let (mut rates, mut firsts) = ([Vec::new(), Vec::new()], [Vec::new(), Vec::new()]);
+    let (mut first_ms, mut bare_ms) = ([Vec::new(), Vec::new()], Vec::new());
+    let first_layer = bed.layout.layer_range(0, bed.tokens);
     for round in 0..=bed.rounds as usize {
         output::note(format_args!("disk tier: {}", super::round_name(round)));
-        for turn in 0..3 {
-            let which = (turn + round) % 3;
+        for turn in 0..4 {
+            let which = (turn + round) % 4;
             let dropped = files.clone();
             tokio::task::spawn_blocking(move || drop_pages(&dropped)).await??;
             let before = disk_bytes();
+            if which == 3 {
+                let (files, range) = (files.clone(), first_layer.clone());
+                let seconds = tokio::task::spawn_blocking(move || read_part(&files, &range)).await??;
+                if round > 0 {
+                    bare_ms.push(1e3 * seconds);
+                }
+                continue;
+            }
             let Some(loader) = [&streamed, &mapped].get(which).copied() else {
                 let files = files.clone();
                 let (bytes, seconds) = tokio::task::spawn_blocking(move || read(&files)).await??;
@@ -67,17 +79,19 @@ pub(super) async fn measure(bed: &Bed) -> anyhow::Result<Vec<Figure>> {
             if round > 0 {
                 rates[which].push(gigabytes / load.seconds);
                 firsts[which].push(load.first_layer_seconds / load.seconds);
+                first_ms[which].push(1e3 * load.first_layer_seconds);
             }
         }
     }
     service.stop().await?;
     let cold = json!(Spread::of(&from_disk).median);
     let mut figures = Vec::new();
-    for ((what, rates), firsts) in [("sent", "streamed"), ("mapped", "mapped")].iter().zip(&rates).zip(&firsts) {
+    for (which, what) in ["sent", "mapped"].into_iter().enumerate() {
+        let (rates, firsts) = (&rates[which], &firsts[which]);
         let value = Spread::of(rates);
         figures.push(Figure {
             name: "disk",
-            what: format!("disk tier to worker, {}", what.0),
+            what: format!("disk tier to worker, {what}"),
             unit: "GB/s",
             value,
             ceiling: Some(Ceiling::over("sequential read", &reads, value)),
@@ -86,12 +100,15 @@ pub(super) async fn measure(bed: &Bed) -> anyhow::Result<Vec<Figure>> {
         });
         figures.push(Figure {
             name: "first-layer",
-            what: format!("first layer of {} chunks, {}: share of the whole load", bed.chunks.len(), what.0),
+            what: format!("first layer of {} chunks, {what}: share of the whole load", bed.chunks.len()),
             unit: "",
             value: Spread::of(firsts),
             ceiling: None,
             goal: Some(Goal::AtMost(2.0 / f64::from(bed.layout.layers))),
-            notes: Vec::new(),
+            notes: vec![
+                ("milliseconds until it was there", json!(Spread::of(&first_ms[which]))),
+                ("milliseconds of reading these bytes and nothing else", json!(Spread::of(&bare_ms))),
+            ],
         });
     }
     Ok(figures)
@@ -105,6 +122,20 @@ fn drop_pages(files: &[PathBuf]) -> anyhow::Result<()> {
         rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed)?;
     }
     Ok(())
+}
+
+/// Seconds of reading this range of every file, each in a thread of its own.
+fn read_part(files: &[PathBuf], range: &Range<usize>) -> anyhow::Result<f64> {
+    let started = Instant::now();
+    let read = |path: &PathBuf| File::open(path)?.read_exact_at(&mut vec![0; range.len()], range.start as u64);
+    std::thread::scope(|scope| -> anyhow::Result<()> {
+        let readers: Vec<_> = files.iter().map(|path| scope.spawn(move || read(path))).collect();
+        for reader in readers {
+            reader.join().map_err(|_| anyhow::anyhow!("a thread that read a file has panicked"))??;
+        }
+        Ok(())
+    })?;
+    Ok(started.elapsed().as_secs_f64())
 }
 
 /// Bytes and seconds of reading the files from start to end.
