@@ -95,6 +95,7 @@ impl Bench {
             "dtype": dtype.to_string(),
             "primary": self.models.primary.name,
             "auxiliary": self.models.auxiliary.name,
+            "auxiliary_dtype": self.config.head.auxiliary.dtype().to_string(),
             "device": self.config.worker.primary.device,
             "threads": measure::threads(),
             "cpu": cpu_name(),
