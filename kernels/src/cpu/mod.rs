@@ -2,6 +2,7 @@
 
 pub(crate) mod activation;
 pub(crate) mod attention;
+mod by_lane;
 pub(crate) mod isa;
 pub(crate) mod norm;
 pub(crate) mod number;

@@ -5,8 +5,12 @@
 //! whose sums stay in registers. A sum is one chain of multiply-adds along the inner size, whatever the rows, tasks and
 //! threads: a row's bits do not depend on the rows beside it. One body, three instruction sets, as in [`super::tile`].
 
+mod plan;
+
 use std::cell::Cell;
 use std::ops::Range;
+
+use plan::{Part, Plan};
 
 use super::activation::silu;
 use super::isa::Isa;
@@ -19,18 +23,8 @@ pub(crate) const PANEL: usize = 32;
 pub(crate) const PAIRS: usize = PANEL / 2;
 /// Numbers from one step of a strip to the next: rows, and padding up to a line of memory.
 const STRIP: usize = 16;
-/// Steps at most that a strip is packed for at once: of those, all strips of a task stay in the second-level cache.
-const DEPTH: usize = 1536;
-/// Strips of a task at most: so often a panel is used once it has come from memory.
-const STRIPS: usize = 8;
 /// Fewer rows of a strip than this are packed number by number.
 const FEW: usize = 4;
-/// Panels of a task at most, where a block has several strips.
-const GROUP: usize = 32;
-/// A task has at most one part in so many of what a thread has left on average: tasks shrink, and threads end together.
-const SHARES: usize = 4;
-/// Panels of a task at least, for each part of the inner size, where a block has several strips: packing those must pay.
-const LEAST: usize = 4;
 /// Steps between two requests for memory ahead.
 const STRIDE: usize = 4;
 /// Lines that so many steps of a panel have.
@@ -127,60 +121,6 @@ pub(crate) fn product(isa: Isa, call: &Call<'_>, to: &mut [f32]) {
             Isa::Portable => portable::run(&task, scratch),
         }
     });
-}
-
-/// How a call is cut into tasks.
-struct Plan {
-    /// One a task; the last comes first.
-    parts: Vec<Part>,
-    /// Rows a strip.
-    height: usize,
-    /// Strips a block.
-    strips: usize,
-    /// Steps of a part of the inner size, and how many parts.
-    depth: usize,
-    depths: usize,
-}
-
-/// A block of strips times some panels.
-struct Part {
-    block: usize,
-    panels: Range<usize>,
-}
-
-impl Plan {
-    fn new(call: &Call<'_>, height: usize) -> Self {
-        let strips = call.count.div_ceil(height);
-        let blocks = strips.div_ceil(STRIPS);
-        // A single strip is packed once, whatever its length.
-        let depths = if strips == 1 { 1 } else { call.inner.div_ceil(DEPTH) };
-        let bounds = if strips == 1 { (1, usize::MAX) } else { (LEAST * depths, GROUP) };
-        Self {
-            parts: parts(blocks, call.panels.len() / (call.inner * PANEL), bounds),
-            height,
-            strips: strips.div_ceil(blocks),
-            depth: call.inner.div_ceil(depths),
-            depths,
-        }
-    }
-}
-
-fn parts(blocks: usize, panels: usize, (least, most): (usize, usize)) -> Vec<Part> {
-    let shares = SHARES * parallel::threads();
-    let mut parts = Vec::new();
-    for block in (0..blocks).rev() {
-        let mut end = panels;
-        while end > 0 {
-            let left = block * panels + end;
-            let size = (left / shares).max(least).min(most);
-            // Nor is a rest left that is smaller than the least.
-            let start = if end < size + least { 0 } else { end - size };
-            parts.push(Part { block, panels: start..end });
-            end = start;
-        }
-    }
-    parts.reverse();
-    parts
 }
 
 struct Task<'a> {

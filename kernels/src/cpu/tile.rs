@@ -10,7 +10,7 @@
 use std::ops::Range;
 
 use super::number::{Number, Typed};
-use super::vectors;
+use super::{by_lane, vectors};
 
 /// Keys a block: those of one block of a sequence's KV.
 pub(super) const BLOCK_KEYS: usize = crate::BLOCK as usize;
@@ -123,9 +123,9 @@ impl<T: Number> Tile<'_, T> {
 }
 
 macro_rules! tile_kernel {
-    ($module:ident, $($feature:literal)?, $width:literal, $vectors:literal, $keys:literal, $numbers:literal, $values:literal, [$($few:literal),*], $operations:ident) => {
+    ($module:ident, $($feature:literal)?, $width:literal, $vectors:literal, $keys:literal, $numbers:literal, $operations:ident) => {
         pub(super) mod $module {
-            use super::{BLOCK_KEYS, HEAD_DIM_STEP, Number, Part, Scratch, Tile};
+            use super::{BLOCK_KEYS, HEAD_DIM_STEP, Number, Part, Scratch, Tile, by_lane};
 
             /// Lanes a tile.
             pub(crate) const LANES: usize = $width * $vectors;
@@ -136,10 +136,6 @@ macro_rules! tile_kernel {
             const NUMBERS: usize = $numbers;
             /// Whether a tile's output is `[lanes][padded head]`: vectors are of a head's numbers, not of lanes.
             pub(crate) const BY_LANE: bool = VECTORS == 1;
-            /// Vectors of a value at once, if they are.
-            const VALUES: usize = $values;
-            /// Lanes at once, if they are: their sums fill the registers.
-            const MOST: usize = [$($few),*][[$($few),*].len() - 1];
             type Group = [V; VECTORS];
 
             use super::vectors::$operations::{V, add, exp2, fma, load, max, mul, splat, store, sub, zero};
@@ -265,7 +261,10 @@ macro_rules! tile_kernel {
                     }
                     let (values, stride) = tile.numbers(tile.values, row, count, packed);
                     if BY_LANE {
-                        accumulate_by_lane(scores, values, stride, &correction, (output, tile.used), |row| {
+                        let mut corrections = [0f32; LANES];
+                        store_group(&mut corrections, correction);
+                        let part = by_lane::Part { weights: scores, values, stride, corrections: &corrections };
+                        by_lane::$operations::accumulate(&part, output, tile.used, |row| {
                             if let Some(ahead) = ahead {
                                 tile.fetch(tile.values, ahead, row..row + 1);
                             }
@@ -324,84 +323,6 @@ macro_rules! tile_kernel {
                 }
             }
 
-            /// As [`accumulate`], for an output by lane, of which `used` lanes are wanted: a value is read once, where that
-            /// one reads each block as often as it has steps. Calls `between` with every key of the block.
-            #[inline]
-            $(#[target_feature(enable = $feature)])?
-            fn accumulate_by_lane(
-                weights: &[f32],
-                values: &[f32],
-                stride: usize,
-                correction: &Group,
-                (output, used): (&mut [f32], usize),
-                between: impl Fn(usize),
-            ) {
-                let mut corrections = [0f32; LANES];
-                store_group(&mut corrections, *correction);
-                let padded = output.len() / LANES;
-                let passes = used.div_ceil(MOST);
-                for pass in 0..passes {
-                    let lanes = used * pass / passes..used * (pass + 1) / passes;
-                    let output = &mut output[lanes.start * padded..lanes.end * padded];
-                    let (weights, corrections) = (&weights[lanes.start..], &corrections[lanes.clone()]);
-                    let mut number = 0;
-                    while number < padded {
-                        let between = |key| {
-                            if pass == 0 && number == 0 {
-                                between(key);
-                            }
-                        };
-                        let wide = number + VALUES * $width <= padded;
-                        let part = (weights, &values[number..], stride);
-                        match (lanes.len(), wide) {
-                            $(($few, true) => sum::<$few, VALUES>(part, corrections, &mut output[number..], padded, between),
-                            ($few, false) => sum::<$few, 1>(part, corrections, &mut output[number..], padded, between),)*
-                            _ => {}
-                        }
-                        number += if wide { VALUES * $width } else { $width };
-                    }
-                }
-            }
-
-            /// [`accumulate_by_lane`] for `N` lanes and `M` vectors of numbers.
-            #[inline]
-            $(#[target_feature(enable = $feature)])?
-            fn sum<const N: usize, const M: usize>(
-                (weights, values, stride): (&[f32], &[f32], usize),
-                corrections: &[f32],
-                output: &mut [f32],
-                padded: usize,
-                between: impl Fn(usize),
-            ) {
-                let mut sums = [[zero(); M]; N];
-                for lane in 0..N {
-                    for vector in 0..M {
-                        let old = load(&output[lane * padded + vector * $width..]);
-                        sums[lane][vector] = mul(old, splat(corrections[lane]));
-                    }
-                }
-                for (key, weights) in weights.chunks(LANES).enumerate() {
-                    between(key);
-                    let values = &values[key * stride..key * stride + M * $width];
-                    let mut numbers = [zero(); M];
-                    for vector in 0..M {
-                        numbers[vector] = load(&values[vector * $width..]);
-                    }
-                    let weights = &weights[..N];
-                    for lane in 0..N {
-                        let weight = splat(weights[lane]);
-                        for vector in 0..M {
-                            sums[lane][vector] = fma(weight, numbers[vector], sums[lane][vector]);
-                        }
-                    }
-                }
-                for lane in 0..N {
-                    for vector in 0..M {
-                        store(&mut output[lane * padded + vector * $width..], sums[lane][vector]);
-                    }
-                }
-            }
-
             /// Scores of keys beyond a lane's last slot become −∞.
             #[inline(never)]
             $(#[target_feature(enable = $feature)])?
@@ -419,11 +340,11 @@ macro_rules! tile_kernel {
 
 // Wide tiles for prefill; narrow ones, whose lanes a single row's query heads fill better, for decode.
 #[cfg(target_arch = "x86_64")]
-tile_kernel!(avx512, "avx512f", 16, 3, 8, 8, 4, [1], avx512);
+tile_kernel!(avx512, "avx512f", 16, 3, 8, 8, avx512);
 #[cfg(target_arch = "x86_64")]
-tile_kernel!(avx512_narrow, "avx512f", 16, 1, 8, 8, 4, [1, 2, 3, 4, 5, 6, 7], avx512);
+tile_kernel!(avx512_narrow, "avx512f", 16, 1, 8, 8, avx512);
 #[cfg(target_arch = "x86_64")]
-tile_kernel!(avx2, "avx2,fma", 8, 3, 4, 4, 2, [1], avx2);
+tile_kernel!(avx2, "avx2,fma", 8, 3, 4, 4, avx2);
 #[cfg(target_arch = "x86_64")]
-tile_kernel!(avx2_narrow, "avx2,fma", 8, 1, 8, 8, 2, [1, 2, 3, 4, 5, 6], avx2);
-tile_kernel!(portable, , 4, 4, 4, 4, 4, [1], portable);
+tile_kernel!(avx2_narrow, "avx2,fma", 8, 1, 8, 8, avx2);
+tile_kernel!(portable, , 4, 4, 4, 4, portable);
