@@ -74,7 +74,7 @@ pub fn attend(query: &Tensor, sequences: &[Sequence<'_>], view: View<'_>) -> Res
 }
 
 /// As [`attend`], on a GPU: one launch a sequence. There, rows of sequences with a block table see everything from slot 0
-/// on, and no sums are given.
+/// on.
 fn on_device(query: &Tensor, sequences: &[Sequence<'_>], view: View<'_>) -> Result<(Tensor, Tensor), Error> {
     let (rows, heads, head_dim) = query.size3()?;
     check_view(&view)?;
@@ -84,6 +84,7 @@ fn on_device(query: &Tensor, sequences: &[Sequence<'_>], view: View<'_>) -> Resu
         query.f_div_scalar(f64::from(view.temperature))?
     };
     let ends: Vec<u32> = view.ends.iter().map(|end| end.saturating_sub(view.from)).collect();
+    let asked = (!ends.is_empty()).then_some(ends.as_slice());
     let (mut outputs, mut sums, mut first) = (Vec::new(), Vec::new(), 0);
     for sequence in sequences.iter().filter(|sequence| !sequence.last.is_empty()) {
         check(sequence, view.from, heads, head_dim)?;
@@ -94,11 +95,13 @@ fn on_device(query: &Tensor, sequences: &[Sequence<'_>], view: View<'_>) -> Resu
         let mine = query.f_narrow(0, first, count)?;
         first += count;
         if let Some(table) = sequence.table {
-            if view.from > 0 || !ends.is_empty() {
-                return Err(argument(OP, "on a GPU, a block table goes with neither a first slot nor ends"));
+            if view.from > 0 {
+                return Err(argument(OP, format!("on a GPU, first slot {} does not go with a block table", view.from)));
             }
             let rows = Rows { last: sequence.last, table: Some(table) };
-            outputs.push(device::in_blocks(&mine, sequence.keys, sequence.values, rows)?);
+            let (output, found) = device::in_blocks(&mine, sequence.keys, sequence.values, rows, asked)?;
+            outputs.push(output);
+            sums.extend(found);
             continue;
         }
         let seen = |tensor: &Tensor| -> Result<Tensor, Error> {
@@ -106,7 +109,6 @@ fn on_device(query: &Tensor, sequences: &[Sequence<'_>], view: View<'_>) -> Resu
             Ok(rows.f_narrow(0, i64::from(view.from), rows.size()[0] - i64::from(view.from))?)
         };
         let last: Vec<u32> = sequence.last.iter().map(|last| last - view.from).collect();
-        let asked = (!ends.is_empty()).then_some(ends.as_slice());
         let (output, found) =
             device::ragged_causal(&mine, &seen(sequence.keys)?, &seen(sequence.values)?, &last, asked)?;
         outputs.push(output);

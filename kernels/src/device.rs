@@ -27,9 +27,15 @@ pub(crate) fn ragged_causal(
     cuda::attention::ragged_causal(&*cuda::gpu(gpu)?, &query, &keys, &values, &[Rows { last, table: None }], ends)
 }
 
-/// Attention through a block table, in one launch; there is no other way than the kernel.
-pub(crate) fn in_blocks(query: &Tensor, keys: &Tensor, values: &Tensor, rows: Rows<'_>) -> Result<Tensor, Error> {
-    Ok(cuda::attention::ragged_causal(&*cuda::gpu(gpu(query)?)?, query, keys, values, &[rows], None)?.0)
+/// As [`ragged_causal`], through a block table; there is no other way than the kernel.
+pub(crate) fn in_blocks(
+    query: &Tensor,
+    keys: &Tensor,
+    values: &Tensor,
+    rows: Rows<'_>,
+    ends: Option<&[u32]>,
+) -> Result<(Tensor, Option<Tensor>), Error> {
+    cuda::attention::ragged_causal(&*cuda::gpu(gpu(query)?)?, query, keys, values, &[rows], ends)
 }
 
 /// The number of the GPU that holds a tensor.

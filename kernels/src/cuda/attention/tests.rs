@@ -119,7 +119,8 @@ fn requests_with_tables_out_of_order_do_not_see_each_other() {
         let mut values = keys.copy();
         let tables: [&[u32]; 3] = [&[7, 2, 5], &[0], &[8, 3]];
         let lasts: [Vec<u32>; 3] = [(0..180).step_by(3).collect(), vec![41], (100..120).collect()];
-        let mut expected = Vec::new();
+        let ends = [0, 10, 41, 64, 100, 128];
+        let (mut expected, mut expected_sums) = (Vec::new(), Vec::new());
         let mut queries = Vec::new();
         for (request, (table, last)) in tables.iter().zip(&lasts).enumerate() {
             let seed = 10 * request as i64;
@@ -130,7 +131,11 @@ fn requests_with_tables_out_of_order_do_not_see_each_other() {
                 }
             }
             let query = random(&[last.len() as i64, heads, dim], kind, seed + 3);
-            expected.push(plain(&query, &own[0], &own[1], last));
+            let [own_keys, own_values] = own.map(|own| own.view([-1, kv_heads, dim]));
+            let launch = Emulated { mode: 0, multiprocessors: 8 };
+            let sums = ragged_causal(&launch, &query, &own_keys, &own_values, &one(last), Some(&ends)).unwrap().1;
+            expected_sums.push(sums.unwrap());
+            expected.push(plain(&query, &own_keys, &own_values, last));
             queries.push(query);
         }
         let query = Tensor::cat(&queries, 0);
@@ -144,6 +149,9 @@ fn requests_with_tables_out_of_order_do_not_see_each_other() {
                 check_close(&got.narrow(0, first, rows), plain, &format!("{kind:?} {launch:?}, rows from {first}"));
                 first += rows;
             }
+            // Where a request's blocks are changes no bit of its sums.
+            let (_, sums) = ragged_causal(&launch, &query, &keys, &values, &requests, Some(&ends)).unwrap();
+            assert!(sums.unwrap().equal(&Tensor::cat(&expected_sums, 0)), "{kind:?} {launch:?}");
         }
     }
 }
