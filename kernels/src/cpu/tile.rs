@@ -94,7 +94,7 @@ impl<T: Number> Tile<'_, T> {
         }
     }
 
-    /// Asks for `count` rows from row `first` on.
+    /// Asks for the memory of `rows`, counted from row `first` on.
     #[inline(always)]
     fn fetch(&self, all: &[T], first: usize, rows: Range<usize>) {
         for row in first + rows.start..first + rows.end {
