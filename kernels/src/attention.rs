@@ -10,8 +10,10 @@ use crate::cpu::attention::Call;
 use crate::cpu::number::Number;
 use crate::{BLOCK, Error, Isa, argument, cpu, data, device};
 
+mod masses;
 mod tiled;
 
+pub use masses::{Reduce, key_masses};
 pub use tiled::tiled;
 
 const OP: &str = "ragged_causal";

@@ -6,12 +6,11 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use kvsplice_kernels::attention::{Sequence, View, attend};
+use kvsplice_kernels::attention::{Reduce, Sequence, View, attend, key_masses};
 use kvsplice_kernels::rope::Rotation;
-use kvsplice_kv::options::{Depth, Reduce, Softmax};
-use tch::{Kind, Tensor};
+use kvsplice_kv::options::{self, Depth, Softmax};
+use tch::Tensor;
 
-use crate::attention::logits;
 use crate::cache::KvCache;
 pub use crate::encode::{ChunkKv, encode};
 use crate::{Config, Decoder, Error};
@@ -30,7 +29,7 @@ pub struct ScoreRequest {
     /// Over which keys a score is normalized.
     pub softmax: Softmax,
     /// How the question's rows and the heads become one score.
-    pub reduce: Reduce,
+    pub reduce: options::Reduce,
 }
 
 /// Scoring on its way through the layers.
@@ -46,13 +45,12 @@ pub struct Scoring {
     question: Rows,
     /// Last slots of the question's rows within their sequence, by sequence.
     last: Vec<Vec<u32>>,
-    /// `[question, 1, question]`: −∞ where a row of the question must not look, 0 else.
-    future: Tensor,
-    prefix: u32,
+    /// The chunk's slots within its sequence, by sequence.
+    chunks: Vec<Range<u32>>,
     layer: u32,
     scored: Range<u32>,
-    /// `[tokens]` of each chunk, f32, summed over the scored layers.
-    scores: Vec<Tensor>,
+    /// One a token of every chunk, summed over the scored layers.
+    scores: Vec<f32>,
 }
 
 /// Rows of all sequences.
@@ -76,11 +74,13 @@ impl Rows {
 }
 
 impl Scoring {
-    /// Starts a pass. Fails on no chunk, an empty question, KV of another layout, or a chunk beyond the context.
+    /// Starts a pass. Fails on no chunk, an empty chunk or question, KV of another layout, or a chunk beyond the context.
     pub fn new(decoder: &Decoder, request: ScoreRequest) -> Result<Self, Error> {
         let config = decoder.config();
-        if request.chunk_kv.is_empty() || request.question_ids.is_empty() {
-            return Err(Error::Argument("scoring needs at least one chunk and one question token".to_owned()));
+        let empty = request.chunk_kv.iter().any(|kv| kv.tokens == 0);
+        if request.chunk_kv.is_empty() || empty || request.question_ids.is_empty() {
+            let what = "scoring needs at least one chunk, a token in each, and one question token";
+            return Err(Error::Argument(what.to_owned()));
         }
         let fits = |kv: &ChunkKv| {
             let layout = kv.layout;
@@ -102,8 +102,6 @@ impl Scoring {
         let asked = |sequence: &Range<u32>| (sequence.end - question..sequence.end, sequence.len() as u32 - question);
         let slots = sequences.last().map_or(0, |sequence| sequence.end);
         let one_layer = Config { layers: 1, ..config.clone() };
-        let empty = |kv: &Arc<ChunkKv>| Tensor::f_zeros([i64::from(kv.tokens)], (Kind::Float, tch::Device::Cpu));
-        let square = [i64::from(question), i64::from(question)];
         Ok(Self {
             hidden: decoder.embed(&request.question_ids.repeat(sequences.len()))?,
             cache: KvCache::new(&one_layer, slots, decoder.dtype().kind(), decoder.device())?,
@@ -114,13 +112,10 @@ impl Scoring {
                 .map(|sequence| asked(sequence).1..sequence.len() as u32)
                 .map(Vec::from_iter)
                 .collect(),
-            future: Tensor::f_full(square, f64::NEG_INFINITY, (Kind::Float, tch::Device::Cpu))?
-                .f_triu(1)?
-                .f_unsqueeze(1)?,
-            prefix,
+            chunks: request.chunk_kv.iter().map(|kv| prefix..prefix + kv.tokens).collect(),
             layer: 0,
             scored: request.layers.indices(config.layers),
-            scores: request.chunk_kv.iter().map(empty).collect::<Result<_, _>>()?,
+            scores: vec![0.0; request.chunk_kv.iter().map(|kv| kv.tokens as usize).sum()],
             sequences,
             request,
         })
@@ -132,12 +127,11 @@ impl Scoring {
         let rows = decoder.project(self.layer, &self.hidden, &self.question.rotation)?;
         self.place()?;
         self.cache.write(0, &self.question.slots, &rows.rotated_key, &rows.value)?;
-        if self.scored.contains(&self.layer) {
-            self.score(&rows.query)?;
-        }
-        if !last {
-            let attention = self.attend(&rows.query)?;
-            self.hidden = decoder.finish(self.layer, &self.hidden, &attention)?;
+        if self.scored.contains(&self.layer) || !last {
+            let attention = self.look(&rows.query)?;
+            if !last {
+                self.hidden = decoder.finish(self.layer, &self.hidden, &attention)?;
+            }
         }
         self.layer += 1;
         Ok(last)
@@ -146,14 +140,15 @@ impl Scoring {
     /// One score a token of each chunk: mean or maximum over the question's rows and over heads, summed over the scored layers.
     /// Call it when [`Scoring::advance`] has said that it is done. Fails when a score is not a number.
     pub fn finish(self) -> Result<Vec<Vec<f32>>, Error> {
-        let mut scores = Vec::with_capacity(self.scores.len());
-        for tensor in &self.scores {
-            let mut numbers = vec![0f32; tensor.numel()];
-            tensor.f_contiguous()?.f_copy_data(&mut numbers, tensor.numel())?;
-            scores.push(numbers);
-        }
-        if scores.iter().flatten().any(|score| !score.is_finite()) {
+        if self.scores.iter().any(|score| !score.is_finite()) {
             return Err(Error::NonFinite("auxiliary scores"));
+        }
+        let mut rest = self.scores.as_slice();
+        let mut scores = Vec::with_capacity(self.chunks.len());
+        for chunk in &self.chunks {
+            let (own, behind) = rest.split_at(chunk.len());
+            scores.push(own.to_vec());
+            rest = behind;
         }
         Ok(scores)
     }
@@ -170,53 +165,51 @@ impl Scoring {
         self.cache.place(0, &self.stored.slots, &pieces, &self.stored.rotation)
     }
 
-    /// `[chunks · question, heads, head_dim]`
-    fn attend(&self, query: &Tensor) -> Result<Tensor, Error> {
+    /// Attention of the question's rows, `[chunks · question, heads, head_dim]`; in a scored layer, adds what they look at.
+    fn look(&mut self, query: &Tensor) -> Result<Tensor, Error> {
         let (keys, values) = self.cache.layer(0);
         let cut = |tensor: &Tensor| -> Result<Vec<Tensor>, Error> {
             let own = |slots: &Range<u32>| Ok(tensor.f_narrow(0, slots.start.into(), slots.len() as i64)?);
             self.sequences.iter().map(own).collect()
         };
         let (keys, values) = (cut(keys)?, cut(values)?);
-        let sequences = keys.iter().zip(&values).zip(&self.last);
-        let sequences: Vec<Sequence<'_>> =
-            sequences.map(|((keys, values), last)| Sequence { keys, values, table: None, last }).collect();
-        Ok(attend(query, &sequences, View::default())?.0)
+        let sequences: Vec<Sequence<'_>> = keys
+            .iter()
+            .zip(&values)
+            .zip(&self.last)
+            .map(|((keys, values), last)| Sequence { keys, values, table: None, last })
+            .collect();
+        if !self.scored.contains(&self.layer) {
+            return Ok(attend(query, &sequences, View::default())?.0);
+        }
+        // Behind every key.
+        let ends = [self.sequences.iter().map(|slots| slots.len() as u32).max().unwrap_or(0)];
+        let (attention, mut sums) = attend(query, &sequences, View { ends: &ends, ..View::default() })?;
+        if self.request.softmax == Softmax::Joint {
+            sums = self.joint(query, &sequences)?;
+        }
+        let reduce = match self.request.reduce {
+            options::Reduce::Mean => Reduce::Mean,
+            options::Reduce::Max => Reduce::Max,
+        };
+        let masses = key_masses(query, &sequences, &self.chunks, &sums, reduce)?;
+        self.scores.iter_mut().zip(masses).for_each(|(score, mass)| *score += mass);
+        Ok(attention)
     }
 
-    /// Adds this layer's attention of the question's rows to the chunks' tokens.
-    fn score(&mut self, query: &Tensor) -> Result<(), Error> {
-        let question = self.request.question_ids.len() as i64;
-        let prefix = i64::from(self.prefix);
-        let mut own = Vec::with_capacity(self.sequences.len());
-        for (index, slots) in self.sequences.iter().enumerate() {
-            let keys = self.cache.layer(0).0.f_narrow(0, slots.start.into(), slots.len() as i64)?;
-            // [question, heads, keys]
-            let all = logits(&query.f_narrow(0, index as i64 * question, question)?, &keys)?;
-            let tokens = slots.len() as i64 - prefix - question;
-            let all = match self.request.softmax {
-                Softmax::Joint => all,
-                Softmax::Chunk => {
-                    drop(all.f_narrow(2, prefix + tokens, question)?.f_add_(&self.future)?);
-                    all.f_softmax(-1, Kind::Float)?
-                }
-            };
-            own.push(all.f_narrow(2, prefix, tokens)?);
-        }
-        if self.request.softmax == Softmax::Joint {
-            // One distribution over the tokens of all chunks.
-            let joint = Tensor::f_cat(&own, 2)?.f_softmax(-1, Kind::Float)?;
-            let sizes: Vec<i64> = own.iter().map(|own| own.size()[2]).collect();
-            own = joint.f_split_with_sizes(sizes, 2)?;
-        }
-        for (sum, attention) in self.scores.iter_mut().zip(own) {
-            let reduced = match self.request.reduce {
-                Reduce::Mean => attention.f_mean_dim([0, 1].as_slice(), false, Kind::Float)?,
-                Reduce::Max => attention.f_amax([0, 1].as_slice(), false)?,
-            };
-            *sum = sum.f_add(&reduced)?;
-        }
-        Ok(())
+    /// Log-sum-exps of one distribution over the tokens of all chunks, `[chunks · question, heads]`.
+    fn joint(&self, query: &Tensor, sequences: &[Sequence<'_>]) -> Result<Tensor, Error> {
+        let (rows, heads, _) = query.size3()?;
+        let all: Vec<Vec<u32>> =
+            self.chunks.iter().zip(&self.last).map(|(chunk, last)| vec![chunk.end - 1; last.len()]).collect();
+        let sequences: Vec<Sequence<'_>> =
+            sequences.iter().zip(&all).map(|(sequence, last)| Sequence { last, ..*sequence }).collect();
+        let ends = [self.chunks.iter().map(|chunk| chunk.end).max().unwrap_or(0)];
+        let from = self.chunks.first().map_or(0, |chunk| chunk.start);
+        let (_, sums) = attend(query, &sequences, View { from, ends: &ends, ..View::default() })?;
+        let by_chunk = sums.f_view([self.chunks.len() as i64, -1, heads])?;
+        let joint = by_chunk.f_logsumexp([0].as_slice(), true)?.f_expand_as(&by_chunk)?;
+        Ok(joint.f_reshape([rows, heads])?)
     }
 }
 

@@ -77,7 +77,7 @@ struct Own {
 
 impl Isa {
     /// Lanes of the tiles that fit `needed` lanes best: narrow ones when one of them holds everything.
-    fn lanes(self, needed: usize) -> usize {
+    pub(super) fn lanes(self, needed: usize) -> usize {
         let (wide, narrow) = match self {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => (avx512::LANES, avx512_narrow::LANES),
@@ -204,18 +204,14 @@ fn part<'a, Q: Number, T: Number>(
     let scale = call.scale * std::f32::consts::LOG2_E;
     let Own { query, last, scratch } = own;
     scratch.fit(width, dim, call.ends.len());
-    // The padding of a head stays 0.
-    query.resize(padded(dim) * width, 0.0);
     last.resize(width, 0);
+    // Lanes beyond the last one repeat it and are not written.
+    let at = |lane: usize| (lanes.lanes.start + lane).min(lanes.lanes.end - 1);
     for (lane, last) in last.iter_mut().enumerate() {
-        // Lanes beyond the last one repeat it and are not written.
-        let at = (lanes.lanes.start + lane).min(lanes.lanes.end - 1);
-        *last = rows.last[at / group] as i32;
-        let start = (lanes.row + at / group) * call.stride + (lanes.kv_head * group + at % group) * dim;
-        for (number, value) in call.query[start..start + dim].iter().enumerate() {
-            query[number * width + lane] = value.to_f32() * scale;
-        }
+        *last = rows.last[at(lane) / group] as i32;
     }
+    let start = |at: usize| (lanes.row + at / group) * call.stride + (lanes.kv_head * group + at % group) * dim;
+    pack(call.query, dim, (0..width).map(|lane| start(at(lane))), scale, query);
     let tile = Tile {
         query,
         keys: &rows.keys[lanes.kv_head * dim..],
@@ -230,6 +226,24 @@ fn part<'a, Q: Number, T: Number>(
     };
     isa.attend(width, &tile, scratch);
     scratch
+}
+
+/// Lays heads of the query out by lane, times `scale`: `[padded head][lanes]`. `starts`: where each lane's head begins.
+pub(super) fn pack<Q: Number>(
+    query: &[Q],
+    dim: usize,
+    starts: impl ExactSizeIterator<Item = usize>,
+    scale: f32,
+    to: &mut Vec<f32>,
+) {
+    let width = starts.len();
+    // The padding of a head stays 0: all calls of one buffer have one head size.
+    to.resize(padded(dim) * width, 0.0);
+    for (lane, start) in starts.enumerate() {
+        for (number, value) in query[start..start + dim].iter().enumerate() {
+            to[number * width + lane] = value.to_f32() * scale;
+        }
+    }
 }
 
 struct Output<Q> {

@@ -4,6 +4,7 @@ pub(crate) mod activation;
 pub(crate) mod attention;
 mod by_lane;
 pub(crate) mod isa;
+pub(crate) mod masses;
 pub(crate) mod norm;
 pub(crate) mod number;
 pub(crate) mod panels;

@@ -42,6 +42,15 @@ pub(super) struct Tile<'a, T> {
     pub(super) used: usize,
 }
 
+/// A tile whose weights are wanted by key; it needs no values.
+pub(super) struct Masses<'a, T> {
+    pub(super) tile: Tile<'a, T>,
+    /// By lane, the base-2 log-sum-exp that its weights are relative to; ∞ for a lane that does not count.
+    pub(super) sums: &'a [f32],
+    /// Of the lanes, the greatest weight, not their sum.
+    pub(super) greatest: bool,
+}
+
 /// Numbers of a head with its padding.
 pub(super) fn padded(head_dim: usize) -> usize {
     head_dim.next_multiple_of(HEAD_DIM_STEP)
@@ -125,10 +134,11 @@ impl<T: Number> Tile<'_, T> {
 macro_rules! tile_kernel {
     ($module:ident, $($feature:literal)?, $width:literal, $vectors:literal, $keys:literal, $numbers:literal, $operations:ident) => {
         pub(super) mod $module {
-            use super::{BLOCK_KEYS, HEAD_DIM_STEP, Number, Part, Scratch, Tile, by_lane};
+            use super::{BLOCK_KEYS, HEAD_DIM_STEP, Masses, Number, Part, Scratch, Tile, by_lane};
 
-            /// Lanes a tile.
+            /// Lanes a tile, and a vector.
             pub(crate) const LANES: usize = $width * $vectors;
+            pub(crate) const WIDTH: usize = $width;
             const VECTORS: usize = $vectors;
             /// Keys at once: with the vectors, as many sums as hide the latency of a product.
             const KEYS: usize = $keys;
@@ -279,6 +289,39 @@ macro_rules! tile_kernel {
                 }
                 store_group(greatest_out, greatest);
                 store_group(total_out, total);
+            }
+
+            /// Weights of one tile by key, from log-sum-exps that are known: `found[key][lane of a vector]` takes in the
+            /// tile's lanes of each vector, as their sum or, if `greatest`, as the greatest one.
+            $(#[target_feature(enable = $feature)])?
+            pub(crate) fn masses<T: Number>(masses: &Masses<'_, T>, scratch: &mut Scratch, found: &mut [f32]) {
+                let Masses { tile, sums, greatest } = masses;
+                let Scratch { scores, packed, .. } = scratch;
+                let sums = load_group(sums);
+                let (mut first, mut found) = (tile.slots.start, found.chunks_exact_mut(WIDTH));
+                while first < tile.slots.end {
+                    let count = (BLOCK_KEYS - first % BLOCK_KEYS).min(tile.slots.end - first);
+                    let (keys, stride) = tile.numbers(tile.keys, tile.row(first), count, packed);
+                    let mut key = 0;
+                    while key + KEYS <= count {
+                        dot::<KEYS>(tile.query, &keys[key * stride..], stride, &mut scores[key * LANES..], |_| ());
+                        key += KEYS;
+                    }
+                    while key < count {
+                        dot::<1>(tile.query, &keys[key * stride..], stride, &mut scores[key * LANES..], |_| ());
+                        key += 1;
+                    }
+                    for (row, found) in scores[..count * LANES].chunks_exact(LANES).zip(&mut found) {
+                        let row = load_group(row);
+                        let mut all = load(found);
+                        for vector in 0..VECTORS {
+                            let weight = exp2(sub(row[vector], sums[vector]));
+                            all = if *greatest { max(all, weight) } else { add(all, weight) };
+                        }
+                        store(found, all);
+                    }
+                    first += count;
+                }
             }
 
             /// Log-sum-exp so far, in base 2.
