@@ -134,7 +134,7 @@ impl Run {
                 pack(call.query, dim, starts, call.scale * std::f32::consts::LOG2_E, query);
                 sums.clear();
                 sums.extend(heads.map(|(row, head)| call.sums[row * call.heads + head] * std::f32::consts::LOG2_E));
-                sums[needed.min(first + width) - first..].fill(f32::INFINITY);
+                sums[needed.min(first + width) - first..].fill(f32::MAX);
                 let keys = &sequence.keys[kv_head * dim..];
                 let tile = Tile {
                     query,

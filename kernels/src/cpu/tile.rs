@@ -14,6 +14,9 @@ use super::{by_lane, vectors};
 
 /// Keys a block: those of one block of a sequence's KV.
 pub(super) const BLOCK_KEYS: usize = crate::BLOCK as usize;
+/// The greatest score of a lane that has seen no key: far below every score, and so far above that of a hidden key, the least
+/// number, that a hidden key weighs nothing. All are finite: so are their differences.
+const UNSEEN: f32 = -1e30;
 /// What memory comes in.
 const LINE_BYTES: usize = 64;
 /// Numbers of a head are padded to a multiple of this: the inner loops handle as many at once.
@@ -45,7 +48,7 @@ pub(super) struct Tile<'a, T> {
 /// A tile whose weights are wanted by key; it needs no values.
 pub(super) struct Masses<'a, T> {
     pub(super) tile: Tile<'a, T>,
-    /// By lane, the base-2 log-sum-exp that its weights are relative to; ∞ for a lane that does not count.
+    /// By lane, the base-2 log-sum-exp that its weights are relative to; the greatest number for a lane that does not count.
     pub(super) sums: &'a [f32],
     /// Of the lanes, the greatest weight, not their sum.
     pub(super) greatest: bool,
@@ -107,10 +110,24 @@ impl<T: Number> Tile<'_, T> {
     #[inline(always)]
     fn fetch(&self, all: &[T], first: usize, rows: Range<usize>) {
         for row in first + rows.start..first + rows.end {
-            for number in (0..self.head_dim).step_by(LINE_BYTES / size_of::<T>()) {
-                vectors::fetch(all, row * self.stride + number);
+            for line in 0..self.lines() {
+                self.fetch_line(all, row, line);
             }
         }
+    }
+
+    /// Lines of a row's numbers.
+    #[inline(always)]
+    fn lines(&self) -> usize {
+        self.head_dim.div_ceil(LINE_BYTES / size_of::<T>())
+    }
+
+    /// Asks for line `line` of a row's memory.
+    #[inline(always)]
+    fn fetch_line(&self, all: &[T], row: usize, line: usize) {
+        // A hint: no place is wrong, and none is checked.
+        let line = line.wrapping_mul(LINE_BYTES / size_of::<T>());
+        vectors::fetch(all, row.wrapping_mul(self.stride).wrapping_add(line));
     }
 
     /// `count` rows from row `first` on, as f32 with padding, and how far apart they are.
@@ -134,7 +151,7 @@ impl<T: Number> Tile<'_, T> {
 macro_rules! tile_kernel {
     ($module:ident, $($feature:literal)?, $width:literal, $vectors:literal, $keys:literal, $numbers:literal, $operations:ident) => {
         pub(super) mod $module {
-            use super::{BLOCK_KEYS, HEAD_DIM_STEP, Masses, Number, Part, Scratch, Tile, by_lane};
+            use super::{BLOCK_KEYS, HEAD_DIM_STEP, Masses, Number, Part, Scratch, Tile, UNSEEN, by_lane};
 
             /// Lanes a tile, and a vector.
             pub(crate) const LANES: usize = $width * $vectors;
@@ -181,11 +198,13 @@ macro_rules! tile_kernel {
                 between: impl Fn(usize),
             ) {
                 let dim = query.len() / LANES;
-                let rows: [&[[f32; HEAD_DIM_STEP]]; N] =
-                    std::array::from_fn(|key| keys[key * stride..key * stride + dim].as_chunks().0);
+                let mut rows: [&[[f32; HEAD_DIM_STEP]]; N] = [&[]; N];
+                for (key, row) in rows.iter_mut().enumerate() {
+                    *row = keys[key * stride..key * stride + dim].as_chunks().0;
+                }
                 let mut sums: [Group; N] = [[zero(); VECTORS]; N];
                 for (step, query) in query.chunks_exact(HEAD_DIM_STEP * LANES).enumerate() {
-                    let rows: [&[f32; HEAD_DIM_STEP]; N] = std::array::from_fn(|key| &rows[key][step]);
+                    let rows = rows.map(|row| &row[step]);
                     between(step);
                     for number in 0..HEAD_DIM_STEP {
                         let query = load_group(&query[number * LANES..]);
@@ -210,8 +229,7 @@ macro_rules! tile_kernel {
                 let mut sums = sums.chunks_exact_mut(LANES);
                 let mut ends = tile.ends.iter().map(|&end| end as usize).peekable();
                 let unmasked = tile.last[0] as usize;
-                // Finite, so that a lane that sees nothing yet has differences that are numbers.
-                let mut greatest: Group = [splat(f32::MIN); VECTORS];
+                let mut greatest: Group = [splat(UNSEEN); VECTORS];
                 let mut total: Group = [zero(); VECTORS];
                 output.fill(0.0);
                 let mut first = tile.slots.start;
@@ -229,14 +247,17 @@ macro_rules! tile_kernel {
                     let row = tile.row(first);
                     // Few rows read what no cache holds: all along, they ask for what the next block has in the same place.
                     let behind = first + count;
-                    let ahead = (VECTORS == 1 && behind < tile.slots.end).then(|| tile.row(behind));
+                    let ahead = (behind < tile.slots.end).then(|| tile.row(behind));
                     let (keys, stride) = tile.numbers(tile.keys, row, count, packed);
                     let steps = tile.query.len() / (HEAD_DIM_STEP * LANES);
                     let mut key = 0;
                     while key + KEYS <= count {
                         dot::<KEYS>(tile.query, &keys[key * stride..], stride, &mut scores[key * LANES..], |step| {
-                            if let Some(ahead) = ahead {
-                                tile.fetch(tile.keys, ahead + key, (step * KEYS / steps)..((step + 1) * KEYS / steps));
+                            let rows = (step * KEYS / steps)..((step + 1) * KEYS / steps);
+                            if !BY_LANE {
+                                tile.fetch(tile.values, row + key, rows);
+                            } else if let Some(ahead) = ahead {
+                                tile.fetch(tile.keys, ahead + key, rows);
                             }
                         });
                         key += KEYS;
@@ -280,7 +301,14 @@ macro_rules! tile_kernel {
                             }
                         });
                     } else {
-                        accumulate(scores, values, stride, &correction, output);
+                        let lines = tile.lines();
+                        accumulate(scores, values, stride, &correction, output, |step, key| {
+                            if let Some(ahead) = ahead
+                                && step < lines
+                            {
+                                tile.fetch_line(tile.keys, ahead + key, step);
+                            }
+                        });
                     }
                     first += count;
                 }
@@ -340,7 +368,14 @@ macro_rules! tile_kernel {
             /// output = output · correction + weights · values.
             #[inline]
             $(#[target_feature(enable = $feature)])?
-            fn accumulate(weights: &[f32], values: &[f32], stride: usize, correction: &Group, output: &mut [f32]) {
+            fn accumulate(
+                weights: &[f32],
+                values: &[f32],
+                stride: usize,
+                correction: &Group,
+                output: &mut [f32],
+                between: impl Fn(usize, usize),
+            ) {
                 for (step, rows) in output.chunks_exact_mut(NUMBERS * LANES).enumerate() {
                     let mut sums: [Group; NUMBERS] = [[zero(); VECTORS]; NUMBERS];
                     for number in 0..NUMBERS {
@@ -349,9 +384,11 @@ macro_rules! tile_kernel {
                             sums[number][vector] = mul(old[vector], correction[vector]);
                         }
                     }
-                    for (key, weights) in weights.chunks_exact(LANES).enumerate() {
-                        let start = key * stride + step * NUMBERS;
-                        let values = &values[start..start + NUMBERS];
+                    // Without a product a key: it would be checked for overflow.
+                    let values = values[step * NUMBERS..].chunks(stride);
+                    for ((key, weights), values) in weights.chunks_exact(LANES).enumerate().zip(values) {
+                        between(step, key);
+                        let values = &values[..NUMBERS];
                         let weights = load_group(weights);
                         for number in 0..NUMBERS {
                             let value = splat(values[number]);
@@ -366,14 +403,14 @@ macro_rules! tile_kernel {
                 }
             }
 
-            /// Scores of keys beyond a lane's last slot become −∞.
+            /// Scores of keys beyond a lane's last slot become the least number.
             #[inline(never)]
             $(#[target_feature(enable = $feature)])?
             fn hide(last: &[i32], first: usize, scores: &mut [f32]) {
                 for (key, row) in scores.chunks_exact_mut(LANES).enumerate() {
                     let slot = (first + key) as i32;
                     for (score, &last) in row.iter_mut().zip(last) {
-                        *score = if slot > last { f32::NEG_INFINITY } else { *score };
+                        *score = if slot > last { f32::MIN } else { *score };
                     }
                 }
             }
