@@ -45,6 +45,12 @@ pub(crate) trait Launch {
     /// device.
     unsafe fn launch<A>(&self, kernel: &str, grid: Grid, shared_bytes: usize, arguments: &A) -> Result<(), Error>;
 
+    /// Copies `bytes` bytes within the device's memory, on the current stream.
+    ///
+    /// # Safety
+    /// Both must be of this device and that large, and must not overlap.
+    unsafe fn copy(&self, from: *const c_void, to: *mut c_void, bytes: usize) -> Result<(), Error>;
+
     /// Copies `parts` to the device, without waiting, and runs `work` on where they are, each at a multiple of 16 bytes.
     /// They stay until what `work` has started on the current stream has ended.
     fn with_staged<R>(

@@ -20,6 +20,10 @@ impl Element for half::bf16 {
     const KIND: Kind = Kind::BFloat16;
 }
 
+impl Element for u8 {
+    const KIND: Kind = Kind::Uint8;
+}
+
 fn check<T: Element>(op: &'static str, tensor: &Tensor, contiguous: bool) -> Result<(), Error> {
     if tensor.device() != Device::Cpu || tensor.kind() != T::KIND || !contiguous {
         let (device, kind, strides) = (tensor.device(), tensor.kind(), tensor.stride());
@@ -39,6 +43,21 @@ pub(crate) fn numbers<'a, T: Element>(op: &'static str, tensor: &'a Tensor) -> R
     // SAFETY: contiguous, of this type and on the CPU, so `numel` numbers lie from `data_ptr` on; the tensor is borrowed
     // as long as the slice, and nothing writes to it meanwhile, see above.
     Ok(unsafe { slice(tensor.data_ptr().cast(), tensor.numel()) })
+}
+
+/// The bytes of numbers, as this machine has them.
+pub(crate) fn bytes_of(numbers: &[f32]) -> &[u8] {
+    // SAFETY: every f32 is four bytes, and bytes need no alignment; the slice is borrowed as long.
+    unsafe { std::slice::from_raw_parts(numbers.as_ptr().cast(), size_of_val(numbers)) }
+}
+
+/// Bytes as the f32 that this machine has written there. Fails unless they begin at a multiple of 4 and are whole numbers.
+pub(crate) fn floats<'a>(op: &'static str, bytes: &'a [u8]) -> Result<&'a [f32], Error> {
+    // SAFETY: every pattern of bits is an f32.
+    match unsafe { bytes.align_to::<f32>() } {
+        (&[], numbers, &[]) => Ok(numbers),
+        _ => Err(argument(op, format!("{} bytes at {:p} are no aligned f32", bytes.len(), bytes.as_ptr()))),
+    }
 }
 
 /// The numbers of `[rows, heads, head_dim]`, whose rows may lie apart but are each contiguous, and how far apart.

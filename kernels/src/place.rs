@@ -1,7 +1,11 @@
 //! Place-and-rotate: stored chunk KV → rotated keys, and values, at their slots of a sequence.
 //!
 //! Every encoding is decoded on the way. Rotation is f32 with one rounding. Bytes are what an object or a frame holds:
-//! they need no alignment, and their lengths are checked here.
+//! they need no alignment, and their lengths are checked here. A layer that is asked for again and again may lie on the
+//! device instead (`resident`).
+
+#[cfg(feature = "libtorch")]
+mod resident;
 
 use std::ops::Range;
 
@@ -117,13 +121,15 @@ pub(crate) fn places(slots: &[u32], table: Option<&[u32]>, capacity: usize) -> R
 }
 
 #[cfg(feature = "libtorch")]
+pub use resident::{Piece, Resident};
+#[cfg(feature = "libtorch")]
 pub use tensors::place;
 
 #[cfg(feature = "libtorch")]
 mod tensors {
     use tch::{Device, Kind, Tensor};
 
-    use super::{Error, OP, Stored, argument, places};
+    use super::{Error, OP, Piece, Resident, Stored, argument, places};
     use crate::blocks::Rows;
     use crate::cpu::number::Number;
     use crate::cpu::place::Destination;
@@ -137,16 +143,17 @@ mod tensors {
     ///   `[blocks, 64, kv_heads, head_dim]`; both alike, contiguous; f32 or bf16 on the CPU, bf16 or f16 on CUDA.
     /// - `slots`: one a row of all pieces together, strictly ascending.
     /// - `table`: the block of each 64 slots; without one, slot s is row s.
+    /// - `pieces`: in host memory or on the device of `keys`, mixed as they come.
     /// - `rotation`: of the rows' positions.
     ///
-    /// Fails, and writes nothing, on shapes, types and lengths that do not fit, on slots that do not ascend or are beyond
-    /// the capacity, and on a table with a block twice.
+    /// Fails, and writes nothing, on shapes, types, devices and lengths that do not fit, on slots that do not ascend or are
+    /// beyond the capacity, and on a table with a block twice.
     pub fn place(
         keys: &mut Tensor,
         values: &mut Tensor,
         slots: &[u32],
         table: Option<&[u32]>,
-        pieces: &[Stored<'_>],
+        pieces: &[Piece<'_>],
         rotation: &Rotation,
     ) -> Result<(), Error> {
         let (capacity, kv_heads, head_dim) = match keys.size()[..] {
@@ -163,8 +170,8 @@ mod tensors {
         let (kv_heads, head_dim) = (kv_heads as usize, head_dim as usize);
         let mut rows = 0usize;
         for piece in pieces {
-            piece.check(kv_heads, head_dim)?;
-            rows += piece.rows.len();
+            piece.check(kv_heads, head_dim, keys.device())?;
+            rows += piece.rows().len();
         }
         if rows != slots.len() || rotation.rows() != rows || 2 * rotation.half() != head_dim {
             let what = format!(
@@ -184,9 +191,10 @@ mod tensors {
             let rows = Rows { last: slots, table };
             return cuda::place::place(&*cuda::gpu(index)?, pieces, &Target { keys, values, rows, cosines, sines });
         }
+        let pieces: Vec<Stored<'_>> = pieces.iter().map(Piece::on_cpu).collect::<Result<_, _>>()?;
         match keys.kind() {
-            Kind::BFloat16 => of_kind::<half::bf16>(keys, values, &places, pieces, rotation, kv_heads, head_dim),
-            _ => of_kind::<f32>(keys, values, &places, pieces, rotation, kv_heads, head_dim),
+            Kind::BFloat16 => of_kind::<half::bf16>(keys, values, &places, &pieces, rotation, kv_heads, head_dim),
+            _ => of_kind::<f32>(keys, values, &places, &pieces, rotation, kv_heads, head_dim),
         }
     }
 
@@ -195,7 +203,7 @@ mod tensors {
         keys: &mut Tensor,
         values: &mut Tensor,
         places: &[u32],
-        pieces: &[Stored<'_>],
+        pieces: &[Piece<'_>],
         rotation: &Rotation,
     ) -> Result<(), Error> {
         let shape = keys.size();
@@ -205,7 +213,17 @@ mod tensors {
         let rows = || Tensor::f_zeros([places.len() as i64, kv_heads, head_dim], (Kind::Float, Device::Cpu));
         let (mut placed_keys, mut placed_values) = (rows()?, rows()?);
         let slots: Vec<u32> = (0..places.len() as u32).collect();
-        place(&mut placed_keys, &mut placed_values, &slots, None, pieces, &rotation.to_device(Device::Cpu)?)?;
+        let here = |piece: &Piece<'_>| match piece {
+            Piece::Host(_) => Ok(None),
+            Piece::Resident { layer, .. } => layer.to_device(Device::Cpu).map(Some),
+        };
+        let here: Vec<Option<Resident>> = pieces.iter().map(here).collect::<Result<_, Error>>()?;
+        let pieces = pieces.iter().zip(&here).map(|(piece, here)| match here {
+            Some(layer) => Piece::Resident { layer, rows: piece.rows() },
+            None => piece.clone(),
+        });
+        let (pieces, rotation) = (Vec::from_iter(pieces), rotation.to_device(Device::Cpu)?);
+        place(&mut placed_keys, &mut placed_values, &slots, None, &pieces, &rotation)?;
         let index: Vec<i64> = places.iter().map(|&place| i64::from(place)).collect();
         let index = Tensor::f_from_slice(&index)?.f_to_device(keys.device())?;
         for (to, from) in [(keys, placed_keys), (values, placed_values)] {

@@ -13,6 +13,7 @@ use tch::Tensor;
 
 use crate::cache::KvCache;
 pub use crate::encode::{ChunkKv, encode};
+use crate::resident::LayerKv;
 use crate::{Config, Decoder, Error};
 
 /// What to score.
@@ -157,7 +158,7 @@ impl Scoring {
     fn place(&mut self) -> Result<(), Error> {
         let layer = |kv: &Arc<ChunkKv>| {
             let missing = || Error::Argument(format!("layer {} of a chunk of {}", self.layer, kv.layout));
-            kv.layer(self.layer).ok_or_else(missing)
+            kv.layer(self.layer).map(LayerKv::Host).ok_or_else(missing)
         };
         let prefix = self.request.prefix_kv.as_ref().map(layer).transpose()?;
         let chunks = self.request.chunk_kv.iter().map(layer).collect::<Result<Vec<_>, _>>()?;

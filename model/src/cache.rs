@@ -5,11 +5,11 @@
 
 use kvsplice_kernels::cuda::computes;
 use kvsplice_kernels::cuda::place::scatter_rows;
-use kvsplice_kernels::place::{Stored, place};
+use kvsplice_kernels::place::{Piece, place};
 use kvsplice_kernels::rope::Rotation;
 use tch::{Device, Kind, Tensor};
 
-use crate::stored::StoredLayer;
+use crate::resident::LayerKv;
 use crate::{Config, Error};
 
 /// Tokens a block.
@@ -83,18 +83,18 @@ impl KvCache {
     }
 
     /// Writes the rows of stored chunks in one pass: keys before rotation (rotated in f32, with one rounding) and values.
-    /// `chunks`: each with its first row that is written; encodings may differ. `slots` (ascending) and `rotation` are of the
-    /// rows, in their order. Fails, and writes nothing, on what does not fit.
+    /// `chunks`: each with its first row that is written, in host memory or on this cache's device; encodings may differ.
+    /// `slots` (ascending) and `rotation` are of the rows, in their order. Fails, and writes nothing, on what does not fit.
     pub fn place(
         &mut self,
         layer: u32,
         slots: &[u32],
-        chunks: &[(&StoredLayer, u32)],
+        chunks: &[(&LayerKv, u32)],
         rotation: &Rotation,
     ) -> Result<(), Error> {
         let scales = chunks.iter().map(|(chunk, _)| chunk.scales()).collect::<Result<Vec<_>, _>>()?;
         let pieces = chunks.iter().zip(&scales);
-        let pieces: Vec<Stored<'_>> =
+        let pieces: Vec<Piece<'_>> =
             pieces.map(|((chunk, first), scales)| chunk.rows(*first, scales)).collect::<Result<_, _>>()?;
         let (keys, values) = (&mut self.keys[layer as usize], &mut self.values[layer as usize]);
         Ok(place(keys, values, slots, None, &pieces, rotation)?)

@@ -10,6 +10,7 @@ use kvsplice_kv::{Encoding, KvLayout};
 use tch::{Cuda, Device, Kind, Tensor};
 
 use crate::cache::KvCache;
+use crate::resident::LayerKv;
 use crate::stored::StoredLayer;
 use crate::{Config, Error};
 
@@ -96,7 +97,7 @@ pub fn parity(device: Device) -> Result<Vec<Parity>, Error> {
     let few: Vec<u32> = (0..33).map(|row| row * 1000 + 999).collect();
     found.push(attention(device, "attention, 33000 keys, 33 rows".to_owned(), [40, 8, 128], 33_000, &few)?);
     for encoding in [Encoding::F32, Encoding::Bf16, Encoding::Int8, Encoding::Fp8, Encoding::Int4] {
-        found.push(placing(device, encoding)?);
+        found.extend(placing(device, encoding)?);
     }
     Ok(found)
 }
@@ -120,8 +121,9 @@ fn attention(
     Ok(Parity { what, error, bound: largest(&exact)? / 128.0 })
 }
 
-/// Placed rows against the CPU's: both round once, so they differ by a unit of the greatest number at most.
-fn placing(device: Device, encoding: Encoding) -> Result<Parity, Error> {
+/// Placed rows against the CPU's: both round once, so they differ by a unit of the greatest number at most. And those of a
+/// layer that lies on the device against those of the host's: the very bits.
+fn placing(device: Device, encoding: Encoding) -> Result<[Parity; 2], Error> {
     let config = Config { layers: 1, kv_heads: 8, head_dim: 128, ..Config::tiny(16) };
     let layout = KvLayout { layers: 1, kv_heads: 8, head_dim: 128, encoding };
     let (tokens, first) = (257u32, 70u32);
@@ -129,18 +131,24 @@ fn placing(device: Device, encoding: Encoding) -> Result<Parity, Error> {
     let wide = |seed: i64| random(&shape, seed)?.f_to_kind(Kind::Float).map_err(Error::from);
     let stored = StoredLayer::encode(layout, &wide(4)?, &wide(5)?)?;
     let slots: Vec<u32> = (0..tokens - first).map(|row| row + row / 50 + 3).collect();
+    let resident = LayerKv::Device(stored.to_device(device)?);
+    let stored = LayerKv::Host(stored);
     let mut caches = Vec::new();
-    for place in [Device::Cpu, device] {
+    for (place, layer) in [(Device::Cpu, &stored), (device, &stored), (device, &resident)] {
         let rope = kvsplice_kernels::rope::RopeTable::new(&config.inverse_frequencies(), 512)?.to_device(place)?;
         let mut cache = KvCache::new(&config, 320, Kind::BFloat16, place)?;
-        cache.place(0, &slots, &[(&stored, first)], &rope.at(&slots)?)?;
+        cache.place(0, &slots, &[(layer, first)], &rope.at(&slots)?)?;
         let (keys, values) = cache.layer(0);
         let both = Tensor::f_stack(&[keys, values], 0)?;
         caches.push(both.f_to_device(Device::Cpu)?.f_to_kind(Kind::Float)?);
     }
-    let [expected, got] = &caches[..] else { return Err(Error::Argument("two caches".to_owned())) };
+    let [expected, got, there] = &caches[..] else { return Err(Error::Argument("three caches".to_owned())) };
+    let error = |got: &Tensor, expected: &Tensor| largest(&got.f_sub(expected)?);
     let what = format!("place-and-rotate, {encoding}");
-    Ok(Parity { what, error: largest(&got.f_sub(expected)?)?, bound: largest(expected)? / 128.0 })
+    Ok([
+        Parity { error: error(got, expected)?, bound: largest(expected)? / 128.0, what: what.clone() },
+        Parity { error: error(there, got)?, bound: 0.0, what: format!("{what}, from the device") },
+    ])
 }
 
 /// Median and spread of `run` on `device`.

@@ -19,6 +19,7 @@ mod hub;
 mod matrix;
 pub mod measure;
 mod random;
+pub mod resident;
 pub mod sampling;
 pub mod spec;
 pub mod stored;

@@ -77,11 +77,7 @@ impl StoredLayer {
             &bytes[range.start + first as usize * layout.row_bytes(part)..range.end]
         };
         Ok(Stored {
-            encoding: match format(layout.encoding) {
-                Ok(format) => place::Encoding::Quantized(format),
-                Err(Kind::Float) => place::Encoding::F32,
-                Err(_) => place::Encoding::Bf16,
-            },
+            encoding: encoding(layout.encoding),
             tokens: *tokens as usize,
             rows: first as usize..*tokens as usize,
             keys: part(Part::Keys),
@@ -93,9 +89,19 @@ impl StoredLayer {
 }
 
 /// Scales out of a stored layer, which need not be aligned there.
+#[derive(Default)]
 pub(crate) struct Scales {
     keys: Vec<f32>,
     values: Vec<f32>,
+}
+
+/// How the kernels name an encoding.
+pub(crate) fn encoding(encoding: Encoding) -> place::Encoding {
+    match format(encoding) {
+        Ok(format) => place::Encoding::Quantized(format),
+        Err(Kind::Float) => place::Encoding::F32,
+        Err(_) => place::Encoding::Bf16,
+    }
 }
 
 /// How the kernels name a quantized encoding; the library's type for any other.
@@ -125,6 +131,7 @@ mod tests {
     use super::*;
     use crate::Config;
     use crate::cache::KvCache;
+    use crate::resident::LayerKv;
     use kvsplice_kernels::rope::RopeTable;
 
     /// What a cache holds once the chunks are placed without a rotation, `[tokens, kv_heads, head_dim]` each.
@@ -133,7 +140,8 @@ mod tests {
         let config = Config { layers: 1, kv_heads: 2, head_dim: 16, ..Config::tiny(64) };
         let mut cache = KvCache::new(&config, tokens, Kind::Float, Device::Cpu)?;
         let still = RopeTable::new(&[1.0; 8], 1)?.at(&vec![0; tokens as usize])?;
-        let pieces: Vec<_> = chunks.iter().map(|&chunk| (chunk, 0)).collect();
+        let layers: Vec<_> = chunks.iter().map(|&chunk| LayerKv::Host(chunk.clone())).collect();
+        let pieces: Vec<_> = layers.iter().map(|layer| (layer, 0)).collect();
         cache.place(0, &Vec::from_iter(0..tokens), &pieces, &still)?;
         let (keys, values) = cache.layer(0);
         Ok((keys.narrow(0, 0, tokens.into()), values.narrow(0, 0, tokens.into())))

@@ -59,6 +59,12 @@ impl Launch for Emulated {
         Ok(())
     }
 
+    unsafe fn copy(&self, from: *const c_void, to: *mut c_void, bytes: usize) -> Result<(), Error> {
+        // SAFETY: the caller's promise.
+        unsafe { std::ptr::copy_nonoverlapping(from.cast::<u8>(), to.cast::<u8>(), bytes) };
+        Ok(())
+    }
+
     fn with_staged<R>(
         &self,
         parts: &[&[u8]],

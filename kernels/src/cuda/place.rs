@@ -1,6 +1,7 @@
 //! Stored keys and values into blocks on CUDA, and projected rows likewise: decoded, rotated and placed in one pass.
 
 use std::ffi::c_void;
+use std::ops::Range;
 
 use tch::{Device, Kind, Tensor};
 
@@ -8,7 +9,7 @@ use super::arguments::{Place, Scatter};
 use super::tensor::{check, check_as, number, pointer, pointer_or_null, upload};
 use super::{Grid, Launch};
 use crate::blocks::Rows;
-use crate::place::{Encoding, Stored};
+use crate::place::{Encoding, Piece, Stored};
 use crate::quantize::Format;
 use crate::rope::Rotation;
 use crate::{Error, argument};
@@ -89,56 +90,88 @@ fn grid(op: &'static str, items: usize, head_dim: usize) -> Result<Grid, Error> 
 }
 
 /// Writes the rows of all `pieces`, one after another, into blocks: keys decoded and rotated in f32 with one rounding,
-/// values decoded. The bytes go through pinned memory on a stream of their own, beside what is computed.
-pub(crate) fn place(launch: &impl Launch, pieces: &[Stored<'_>], target: &Target<'_>) -> Result<(), Error> {
+/// values decoded. Bytes of the host go through pinned memory on a stream of their own, beside what is computed; what is
+/// resident is read where it is, and the order of the current stream protects it.
+pub(crate) fn place(launch: &impl Launch, pieces: &[Piece<'_>], target: &Target<'_>) -> Result<(), Error> {
     const OP: &str = "place";
     let Checked { suffix, kv_heads, head_dim, slots, table } = target.check(OP)?;
     let mut rows = 0usize;
+    let mut sent = Vec::new();
     for piece in pieces {
-        piece.check(kv_heads, head_dim)?;
-        rows = rows.saturating_add(piece.rows.len());
+        piece.check(kv_heads, head_dim, target.keys.device())?;
+        rows = rows.saturating_add(piece.rows().len());
+        if let Piece::Host(stored) = piece {
+            sent.extend(stored.parts(kv_heads));
+        }
     }
     if rows != target.rows.last.len() {
         return Err(argument(OP, format!("{rows} stored rows do not fit {} slots", target.rows.last.len())));
     }
-    let mut parts = Vec::with_capacity(4 * pieces.len());
-    for piece in pieces {
-        let value_scales = match piece.value_scales {
-            [] => &[][..],
-            scales => &scales[piece.rows.start * kv_heads..piece.rows.end * kv_heads],
-        };
-        parts.extend([piece.keys, piece.values, bytes_of(piece.key_scales), bytes_of(value_scales)]);
-    }
-    launch.with_staged(&parts, |staged| {
+    launch.with_staged(&sent, |staged| {
+        let mut staged = staged.as_chunks::<4>().0.iter();
         let mut first = 0;
-        for (piece, staged) in pieces.iter().zip(staged.chunks_exact(4)) {
-            let rows = piece.rows.len();
-            if rows == 0 {
+        for piece in pieces {
+            let parts = match piece {
+                Piece::Host(_) => staged.next().copied(),
+                Piece::Resident { layer, rows } => Some(layer.pointers(rows)),
+            };
+            let Some([stored_keys, stored_values, key_scales, value_scales]) = parts else {
+                return Err(argument(OP, "a piece was not sent"));
+            };
+            let rows = piece.rows();
+            if rows.is_empty() {
                 continue;
             }
             let of_row = |table: &Tensor| pointer_at(table, first * head_dim / 2 * size_of::<f32>());
             let arguments = Place {
-                stored_keys: staged[0],
-                stored_values: staged[1],
-                key_scales: staged[2],
-                value_scales: staged[3],
+                stored_keys,
+                stored_values,
+                key_scales,
+                value_scales,
                 keys: pointer(target.keys),
                 values: pointer(target.values),
                 cosines: of_row(target.cosines),
                 sines: of_row(target.sines),
                 slots: pointer_at(&slots, first * size_of::<i32>()),
                 table: pointer_or_null(table.as_ref()),
-                first_token: number(OP, "first token", piece.rows.start)?,
-                rows: number(OP, "rows", rows)?,
+                first_token: number(OP, "first token", rows.start)?,
+                rows: number(OP, "rows", rows.len())?,
                 kv_heads: number(OP, "KV heads", kv_heads)?,
                 head_dim: number(OP, "head size", head_dim)?,
-                encoding: code(piece.encoding),
+                encoding: code(piece.encoding()),
             };
-            let grid = grid(OP, rows * kv_heads, head_dim)?;
+            let grid = grid(OP, rows.len() * kv_heads, head_dim)?;
             // SAFETY: the kernel takes a `Place`; sizes, types, devices, slots and blocks are checked above, and
             // `first` + `rows` are within the slots and the rotation.
             unsafe { launch.launch(&format!("place_{suffix}"), grid, 0, &arguments)? };
-            first += rows;
+            first += rows.len();
+        }
+        Ok(())
+    })
+}
+
+/// Writes a whole layer's parts into `memory` (u8, on the device), each at its place, the same way; what comes on the
+/// current stream later finds them.
+pub(crate) fn keep(
+    launch: &impl Launch,
+    whole: &Stored<'_>,
+    kv_heads: usize,
+    memory: &Tensor,
+    places: &[Range<usize>; 4],
+) -> Result<(), Error> {
+    const OP: &str = "keep";
+    check_as(OP, memory, Kind::Uint8, memory.device())?;
+    let parts = whole.parts(kv_heads);
+    let fits = |(part, place): (&&[u8], &Range<usize>)| part.len() == place.len() && place.end <= memory.numel();
+    if !parts.iter().zip(places).all(fits) {
+        let lengths = parts.map(<[u8]>::len);
+        return Err(argument(OP, format!("parts of {lengths:?} bytes do not fit {places:?} of {}", memory.numel())));
+    }
+    launch.with_staged(&parts, |staged| {
+        for (&from, place) in staged.iter().zip(places).filter(|(_, place)| !place.is_empty()) {
+            // SAFETY: what was staged has the part's length, and so has its place, which lies in the tensor; both are of
+            // this device.
+            unsafe { launch.copy(from, pointer_at(memory, place.start).cast_mut(), place.len())? };
         }
         Ok(())
     })
@@ -161,11 +194,6 @@ pub fn scatter_rows(
     let (cosines, sines) = rotation.tables();
     let target = Target { keys, values, rows: Rows { last: slots, table: None }, cosines, sines };
     scatter(&*super::gpu(index)?, projected, bias, &target)
-}
-
-fn bytes_of(numbers: &[f32]) -> &[u8] {
-    // SAFETY: every f32 is four bytes, and bytes need no alignment; the slice is borrowed as long.
-    unsafe { std::slice::from_raw_parts(numbers.as_ptr().cast(), size_of_val(numbers)) }
 }
 
 /// `bytes` behind where a tensor's numbers begin, which must be within them.

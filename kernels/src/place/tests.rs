@@ -6,7 +6,7 @@ use crate::quantize::{data_length, decode_keys, decode_values, encode_keys, enco
 use crate::testing::{Random, numbers};
 use crate::{BLOCK, Isa};
 
-const ENCODINGS: [Encoding; 5] = [
+pub(super) const ENCODINGS: [Encoding; 5] = [
     Encoding::F32,
     Encoding::Bf16,
     Encoding::Quantized(Format::Int8),
@@ -15,7 +15,7 @@ const ENCODINGS: [Encoding; 5] = [
 ];
 
 /// A chunk as it is stored, and the numbers that its bytes mean.
-struct Chunk {
+pub(super) struct Chunk {
     encoding: Encoding,
     shape: Shape,
     /// One byte before the data: nothing may rely on alignment.
@@ -28,7 +28,7 @@ struct Chunk {
 }
 
 impl Chunk {
-    fn new(random: &mut Random, encoding: Encoding, shape: Shape) -> Self {
+    pub(super) fn new(random: &mut Random, encoding: Encoding, shape: Shape) -> Self {
         let count = shape.tokens * shape.width();
         let (mut plain_keys, mut plain_values) = (numbers(random, count), numbers(random, count));
         let (mut keys, mut values) = (vec![0], vec![0]);
@@ -61,7 +61,7 @@ impl Chunk {
         Self { encoding, shape, keys, values, key_scales: ks, value_scales: vs, plain_keys, plain_values }
     }
 
-    fn rows(&self, rows: Range<usize>) -> Stored<'_> {
+    pub(super) fn rows(&self, rows: Range<usize>) -> Stored<'_> {
         let row = self.encoding.bytes(self.shape.width());
         let bytes = 1 + rows.start * row..1 + rows.end * row;
         Stored {
@@ -199,7 +199,7 @@ fn tensors_of_rows_and_of_blocks_are_written_and_others_refused() {
     use tch::{Device, Kind, Tensor};
     let shape = Shape { tokens: 65, kv_heads: 2, head_dim: 8 };
     let chunk = Chunk::new(&mut Random(3), Encoding::Quantized(Format::Int8), shape);
-    let pieces = [chunk.rows(0..65)];
+    let pieces = [Piece::Host(chunk.rows(0..65))];
     let slots: Vec<u32> = (10..75).collect();
     let rotation = RopeTable::new(&[1.0, 0.1, 0.01, 0.001], 100).unwrap().at(&slots).unwrap();
     for kind in [Kind::Float, Kind::BFloat16] {

@@ -280,7 +280,7 @@ fn placing(add: &mut impl FnMut(&str, Work, Run), name: &str, encoding: Encoding
                     key_scales: &key_scales,
                     value_scales: &value_scales,
                 };
-                place(keys, values, &slots, None, &[piece], &rotation)?;
+                place(keys, values, &slots, None, &[piece.into()], &rotation)?;
             }
             Ok(())
         })

@@ -4,6 +4,8 @@ use tch::{Device, Kind, Tensor};
 
 use super::super::emulated::Emulated;
 use super::*;
+use crate::place::Resident;
+use crate::quantize::Shape;
 
 const FLOAT: (Kind, Device) = (Kind::Float, Device::Cpu);
 
@@ -158,7 +160,7 @@ fn placed_rows_equal_the_plain_twin_in_every_encoding() {
                     let (keys, values) = (blocks(), blocks());
                     let rows = Rows { last: &slots, table };
                     let target = Target { keys: &keys, values: &values, rows, cosines: &cosines, sines: &sines };
-                    let pieces = [whole.from(encoding, first as usize), other.from(Encoding::Bf16, 0)];
+                    let pieces = [whole.from(encoding, first as usize).into(), other.from(Encoding::Bf16, 0).into()];
                     place(&launch, &pieces, &target).unwrap();
                     let what = format!("{encoding:?} {tokens} x {kv_heads} x {dim} from {first} {kind:?} {launch:?}");
                     let exact_keys = rotated(&exact(|chunk| &chunk.meant.0), &cosines, &sines);
@@ -168,6 +170,70 @@ fn placed_rows_equal_the_plain_twin_in_every_encoding() {
             }
         }
     }
+}
+
+#[test]
+fn resident_rows_are_placed_bit_by_bit_as_those_of_the_host() {
+    let formats = [Format::Int8, Format::Fp8, Format::Int4].map(Encoding::Quantized);
+    for encoding in [Encoding::F32, Encoding::Bf16].into_iter().chain(formats) {
+        for (tokens, kv_heads, dim) in [(1, 1, 64), (97, 2, 64), (70, 3, 16)] {
+            let (kept, sent) = (chunk(encoding, tokens, kv_heads, dim), chunk(Encoding::Bf16, 5, kv_heads, dim));
+            let (heads, size) = (kv_heads as usize, dim as usize);
+            let shape = Shape { tokens: tokens as usize, kv_heads: heads, head_dim: size };
+            for launch in Emulated::all(1) {
+                let what = format!("{encoding:?} {tokens} x {kv_heads} x {dim} {launch:?}");
+                let plain = Resident::new(&kept.from(encoding, 0), heads, size, Device::Cpu).unwrap();
+                let memory = Tensor::zeros([Resident::bytes(encoding, shape) as i64], (Kind::Uint8, Device::Cpu));
+                keep(&launch, &kept.from(encoding, 0), heads, &memory, plain.parts()).unwrap();
+                assert!(memory.equal(plain.memory()), "{what}");
+                let layer = Resident::of(encoding, shape, memory).unwrap();
+                // From the first row on, from a middle one, the last alone, and none.
+                for first in [0, tokens as usize / 2, tokens as usize - 1, tokens as usize] {
+                    let rows = tokens - first as i64 + 10;
+                    let angles = random(&[rows, dim / 2], 5) * 100;
+                    let (cosines, sines) = (angles.cos(), angles.sin());
+                    let slots: Vec<u32> = (0..rows as u32).map(|row| row * 2 + 1).collect();
+                    let mixed = |middle: Piece<'_>| {
+                        let ends = [0, 1].map(|_| Piece::from(sent.from(Encoding::Bf16, 0)));
+                        let [before, after] = ends;
+                        let blocks = [0, 1].map(|_| Tensor::full([4, 64, kv_heads, dim], -3.0, FLOAT));
+                        let [keys, values] = blocks.map(|block| block.to_kind(Kind::BFloat16));
+                        let rows = Rows { last: &slots, table: Some(&[2, 0, 1, 3]) };
+                        let target = Target { keys: &keys, values: &values, rows, cosines: &cosines, sines: &sines };
+                        place(&launch, &[before, middle, after], &target).unwrap();
+                        (keys, values)
+                    };
+                    let expected = mixed(kept.from(encoding, first).into());
+                    let found = mixed(Piece::Resident { layer: &layer, rows: first..tokens as usize });
+                    assert!(expected.0.equal(&found.0) && expected.1.equal(&found.1), "{what} from {first}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn memory_that_does_not_fit_a_layer_is_not_written() {
+    let launch = Emulated { mode: 0, multiprocessors: 1 };
+    let stored = chunk(Encoding::Bf16, 4, 2, 64);
+    let layer = Resident::new(&stored.from(Encoding::Bf16, 0), 2, 64, Device::Cpu).unwrap();
+    let try_with = |memory: &Tensor, first: usize| {
+        let kept = keep(&launch, &stored.from(Encoding::Bf16, first), 2, memory, layer.parts());
+        kept.map_err(|error| error.to_string())
+    };
+    let memory = Tensor::zeros([4096], (Kind::Uint8, Device::Cpu));
+    assert_eq!(try_with(&memory, 0), Ok(()));
+    let wrong = Tensor::zeros([4096], (Kind::Int8, Device::Cpu));
+    for (result, why) in [
+        (try_with(&memory.narrow(0, 0, 2047), 0), "do not fit"),
+        (try_with(&memory, 1), "do not fit"),
+        (try_with(&wrong, 0), "needs Uint8"),
+        (try_with(&memory.narrow(0, 8, 4088), 0), "multiple of 16"),
+    ] {
+        let text = result.unwrap_err();
+        assert!(text.contains(why), "{text:?} does not say {why:?}");
+    }
+    assert!(wrong.eq(0).all().int64_value(&[]) == 1);
 }
 
 #[test]
@@ -214,7 +280,7 @@ fn what_does_not_fit_is_refused_with_the_values() {
     let try_with = |keys: &Tensor, cosines: &Tensor, slots: &[u32], encoding: Encoding| {
         let rows = Rows { last: slots, table: None };
         let target = Target { keys, values: &blocks, rows, cosines, sines: &table };
-        place(&launch, &[stored.from(encoding, 0)], &target).map_err(|error| error.to_string())
+        place(&launch, &[stored.from(encoding, 0).into()], &target).map_err(|error| error.to_string())
     };
     let slots = [0, 1, 2, 127];
     assert_eq!(try_with(&blocks, &table, &slots, int8), Ok(()));
