@@ -1,5 +1,6 @@
 //! One request in hand: what has been loaded, which rows are known, how far computation is.
 
+mod arrival;
 mod wanted;
 mod weigh;
 
@@ -9,13 +10,13 @@ use std::time::{Duration, Instant};
 use kvsplice_kv::options::Strategy;
 use kvsplice_kv::receipt::Source;
 use kvsplice_kv::{KvLayout, RowRanges};
-use kvsplice_model::encode::ChunkKv;
-use kvsplice_model::stored::StoredLayer;
-use kvsplice_proto::load::{Form, Loaded, Skips};
+use kvsplice_proto::load::Skips;
 use kvsplice_proto::v1;
 use tokio::sync::mpsc;
 use tokio::task::{AbortHandle, JoinHandle};
 use tonic::Status;
+
+pub(crate) use arrival::Arrived;
 
 use crate::beginning::Beginning;
 use crate::decode::{Scores, Sequence};
@@ -47,7 +48,7 @@ pub(crate) type Events = mpsc::Sender<Result<Event, Status>>;
 #[derive(Debug)]
 struct PartKv {
     /// By layer, until it is placed.
-    layers: Vec<Option<StoredLayer>>,
+    layers: Vec<Option<Arrived>>,
     /// Layers that have come, those that are placed already included.
     arrived: u32,
     /// How many of them this worker's pool had.
@@ -188,60 +189,6 @@ impl Active {
         }
     }
 
-    /// Takes in news of a chunk.
-    pub(crate) fn loaded(&mut self, news: Loaded) {
-        let started = !matches!(self.stage, Stage::Waiting);
-        match news {
-            Loaded::Layer { chunk, layer, data, form, source, bytes } => {
-                let pooled = source == Source::Device;
-                if !pooled {
-                    self.arrived = Some(Instant::now());
-                    self.came += if form == Form::Mapped { data.len() as f64 } else { bytes as f64 };
-                }
-                for (user, &index) in self.users[chunk].iter().enumerate() {
-                    let (asked, part) = (&self.request.parts[index], &mut self.parts[index]);
-                    part.arrived += 1;
-                    part.pooled += u32::from(pooled);
-                    if !part.cached {
-                        continue;
-                    }
-                    let layout = KvLayout { encoding: asked.variant.encoding, ..self.layout };
-                    let tokens = asked.ids.len() as u32;
-                    part.layers[layer as usize] = Some(StoredLayer { layout, tokens, bytes: data.clone() });
-                    // A chunk may come from several tiers: the slowest one says where it came from.
-                    let first = part.arrived == 1;
-                    part.outcome.source = if first { source } else { slower(part.outcome.source, source) };
-                    part.outcome.bytes += if user == 0 { bytes } else { 0 };
-                }
-            }
-            Loaded::Failed { chunk, reason, service_down } => {
-                for &part in &self.users[chunk] {
-                    let part = &mut self.parts[part];
-                    if !part.cached {
-                        continue;
-                    }
-                    part.outcome.reason.clone_from(&reason);
-                    if service_down && !started {
-                        part.cached = false;
-                        part.outcome.source = Source::Fresh;
-                    } else {
-                        part.failed = Some(reason.clone());
-                    }
-                }
-            }
-        }
-        if self.timeline.load_end.is_none() && self.all_settled() {
-            self.timeline.load_end = Some(self.request.now_ms());
-        }
-    }
-
-    fn all_settled(&self) -> bool {
-        let settled = |(index, part): (usize, &PartKv)| {
-            !self.needs(index) || part.failed.is_some() || part.arrived >= self.layers
-        };
-        self.parts.iter().enumerate().all(settled)
-    }
-
     /// Tells the loaders, besides what they have heard, which rows need not come.
     fn skip(&mut self, skips: Skips) {
         if skips.is_empty() {
@@ -313,11 +260,6 @@ impl Active {
         self.computed = computed;
     }
 
-    /// The KV of a layer, by part; what is placed is not kept.
-    pub(crate) fn take_layer(&mut self, layer: u32) -> Vec<Option<StoredLayer>> {
-        self.parts.iter_mut().map(|part| part.layers[layer as usize].take()).collect()
-    }
-
     /// What the schedule may do with this request.
     pub(crate) fn state(&self) -> State {
         let layer = match &self.stage {
@@ -376,30 +318,6 @@ impl Active {
         Some((part, Pass::Waiting(batch), Duration::ZERO))
     }
 
-    /// Fills in what a repair has computed, for every part that uses the chunk.
-    pub(crate) fn repaired(&mut self, part: usize, kv: &ChunkKv) {
-        self.repair = None;
-        let id = self.request.parts[part].id();
-        for (other, kv_part) in self.request.parts.iter().zip(&mut self.parts) {
-            if other.id() != id {
-                continue;
-            }
-            for layer in 0..self.layers {
-                if matches!(&self.stage, Stage::Prefill(prefill) if prefill.placed(layer)) {
-                    continue;
-                }
-                let place = &mut kv_part.layers[layer as usize];
-                *place = place.take().or_else(|| kv.layer(layer));
-            }
-            kv_part.failed = None;
-            kv_part.arrived = self.layers;
-            kv_part.outcome.source = Source::Repaired;
-        }
-        if self.timeline.load_end.is_none() && self.all_settled() {
-            self.timeline.load_end = Some(self.request.now_ms());
-        }
-    }
-
     /// Whether nobody listens any more.
     pub(crate) fn gone(&self) -> bool {
         self.events.is_closed()
@@ -429,18 +347,6 @@ impl Active {
 /// Room in an [`Events`] channel: every token, and the few other events.
 pub(crate) fn event_room(request: &Request) -> usize {
     request.sampling.max_tokens as usize + 8
-}
-
-fn slower(one: Source, other: Source) -> Source {
-    let rank = |source: Source| match source {
-        Source::Device => 0,
-        Source::Memory => 1,
-        Source::Disk => 2,
-        Source::Object => 3,
-        Source::Repaired => 4,
-        Source::Fresh => 5,
-    };
-    if rank(other) > rank(one) { other } else { one }
 }
 
 /// Whether a request has any chunk: for logs.

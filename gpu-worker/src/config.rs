@@ -25,9 +25,12 @@ pub struct Config {
     pub beginning_bytes: u64,
     /// Which beginnings go first: pgdsf or lru.
     pub beginning_policy: Policy,
-    /// Bytes of chunk layers that came over the wire and are kept for later prompts; 0 for none. Mapped ones are not kept: the
-    /// page cache keeps them.
+    /// Bytes of chunk layers that came over the wire and are kept on the host for later prompts; 0 for none. Mapped ones are
+    /// not kept: the page cache keeps them.
     pub pool_bytes: u64,
+    /// Bytes of layers of chunks that were asked for twice and are kept in the device's memory; 0 for none. Unset: none on the
+    /// CPU; on a GPU an eighth of what is free for KV after the weights, which requests in hand then have less.
+    pub device_pool_bytes: Option<u64>,
     /// Connections to the cache service that chunks are spread over.
     pub cache_connections: u32,
     /// Map chunks that the cache service has in files of this host, instead of having them sent.
@@ -52,6 +55,7 @@ impl Default for Config {
             beginning_bytes: 1 << 30,
             beginning_policy: Policy::default(),
             pool_bytes: 1 << 30,
+            device_pool_bytes: None,
             cache_connections: 1,
             map_files: true,
             plan_loads: true,

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use kvsplice_kv::Variant;
 use kvsplice_model::decoder::SLICE_ROWS;
 use kvsplice_model::encode::layout;
+use kvsplice_model::resident::LayerKv;
 use kvsplice_model::{Compute, Model};
 use kvsplice_proto::cache::{CacheClient, us_per_token};
 use kvsplice_proto::load::{Loaded, Loader, Wanted};
@@ -18,7 +19,7 @@ use tokio::sync::{Semaphore, mpsc};
 use tonic::Status;
 use tracing::{Instrument, Span, debug, info, warn};
 
-use crate::active::{Active, Event, Events, Stage};
+use crate::active::{Active, Arrived, Event, Events, Stage};
 use crate::beginning::Beginnings;
 use crate::decode::step;
 use crate::encode::{Call, store, tokens};
@@ -275,7 +276,7 @@ impl Engine {
             // A prefill is set up first; then it says what it wants.
             _ => None,
         };
-        let stored = wants.map_or_else(Vec::new, |layer| active.take_layer(layer));
+        let arrived = wants.map_or_else(Vec::new, |layer| active.take_layer(layer));
         let stage = std::mem::replace(&mut active.stage, Stage::Busy);
         let request = Arc::clone(&active.request);
         let beginning = Arc::clone(&active.beginning);
@@ -293,6 +294,8 @@ impl Engine {
                 let Stage::Prefill(mut prefill) = stage else {
                     return Err(kvsplice_model::Error::Argument("a prefill without a beginning".to_owned()));
                 };
+                let ready = |layer: Option<Arrived>| Some(layer?.ready(decoder.device()));
+                let stored: Vec<Option<LayerKv>> = arrived.into_iter().map(ready).collect();
                 match prefill.advance(decoder, &stored, rows)? {
                     Step::More => Ok(Computed::More(prefill)),
                     Step::Done(finished) => {

@@ -14,7 +14,7 @@ use crate::active::{Events, chunks};
 use crate::beginning::Beginnings;
 use crate::encode::Call;
 use crate::engine::{Engine, token_bytes};
-use crate::pool::Pool;
+use crate::pool::{Limits, Pool};
 use crate::request::Request;
 use crate::{Config, Error};
 
@@ -71,7 +71,9 @@ impl Handle {
         let (commands, inbox) = mpsc::channel(WAITING_COMMANDS);
         let load = Arc::new(Load::default());
         let beginnings = Beginnings::new(config.beginning_policy, config.beginning_bytes, token_bytes(&model));
-        let pool = Pool::new(config.pool_bytes, model.config.layers);
+        let limits =
+            Limits { host_bytes: config.pool_bytes, device_bytes: config.device_pool_bytes.unwrap_or_default() };
+        let pool = Pool::new(limits, model.config.layers);
         pool.watch();
         let handle = Self { commands, load, beginnings, pool };
         tokio::spawn(Engine::new(&handle, config, model, compute, loader).run(inbox));

@@ -53,15 +53,20 @@ pub use tree::Policy;
 /// Share of the free device memory for KV, in percent; the rest is for activations and what fragments.
 const KV_PERCENT: u64 = 85;
 
-/// Bytes of KV that fit a device with `free` bytes, beside the beginnings that are kept there.
-fn kv_budget(free: u64, beginning_bytes: u64) -> Result<u64, Error> {
-    let usable = free / 100 * KV_PERCENT;
-    match usable.saturating_sub(beginning_bytes) {
+/// Unless a setting says otherwise, the device's chunk pool takes one part in so many of what KV would have.
+const POOL_SHARE: u64 = 8;
+
+/// What becomes of a device with `free` bytes: bytes of KV for requests in hand, and bytes of chunk layers, beside the
+/// beginnings that are kept there. The three together are [`KV_PERCENT`] of it at most.
+fn budgets(free: u64, beginning_bytes: u64, device_pool_bytes: Option<u64>) -> Result<(u64, u64), Error> {
+    let usable = (free / 100 * KV_PERCENT).saturating_sub(beginning_bytes);
+    let pool = device_pool_bytes.unwrap_or(usable / POOL_SHARE);
+    match usable.saturating_sub(pool) {
         0 => Err(Error::Config(format!(
             "{free} bytes of device memory are free after the weights, which leave no room for KV beside beginning_bytes \
-             {beginning_bytes}; use a smaller model or smaller beginning_bytes"
+             {beginning_bytes} and device_pool_bytes {pool}; use a smaller model or make these smaller"
         ))),
-        budget => Ok(budget),
+        kv => Ok((kv, pool)),
     }
 }
 
@@ -79,8 +84,9 @@ pub async fn run(
     if let Device::Cuda(index) = config.primary.device()? {
         let memory = compute.run(move || cuda::memory(index)).await?;
         let (free, _) = memory.map_err(kvsplice_model::Error::from)?;
-        config.kv_bytes = kv_budget(free as u64, config.beginning_bytes)?;
-        info!(kv_bytes = config.kv_bytes, "KV budget of the device");
+        let (kv, pool) = budgets(free as u64, config.beginning_bytes, config.device_pool_bytes)?;
+        (config.kv_bytes, config.device_pool_bytes) = (kv, Some(pool));
+        info!(kv_bytes = kv, device_pool_bytes = pool, "KV budget of the device");
     }
     let loader = Loader::new(&config.cache, config.cache_connections, config.map_files, config.cache_deadline())?;
     let cache = loader.client();
@@ -100,8 +106,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn kv_gets_what_weights_and_beginnings_leave() {
-        assert_eq!(kv_budget(100 << 30, 5 << 30).unwrap(), (100u64 << 30) / 100 * 85 - (5 << 30));
-        assert!(kv_budget(1 << 30, 1 << 30).is_err());
+    fn kv_gets_what_weights_beginnings_and_the_pool_leave() {
+        const GIB: u64 = 1 << 30;
+        let usable = 100 * GIB / 100 * 85 - 5 * GIB;
+        assert_eq!(budgets(100 * GIB, 5 * GIB, None).unwrap(), (usable - usable / 8, usable / 8));
+        for setting in [0, 1, 7 * GIB, usable - 1] {
+            assert_eq!(budgets(100 * GIB, 5 * GIB, Some(setting)).unwrap(), (usable - setting, setting));
+        }
+        for (free, beginnings, pool) in
+            [(GIB, GIB, None), (GIB, 0, Some(GIB)), (GIB, GIB, Some(u64::MAX)), (0, 0, None)]
+        {
+            let error = budgets(free, beginnings, pool).unwrap_err().to_string();
+            assert!(error.contains(&beginnings.to_string()) && error.contains("device_pool_bytes"), "{error}");
+        }
+        for free in [1000, GIB - 1, 80 * GIB + 12_345] {
+            let (kv, pool) = budgets(free, 100, None).unwrap();
+            assert!(kv + pool + 100 <= free / 100 * 85 && pool <= kv, "{free}: {kv} and {pool}");
+        }
     }
 }

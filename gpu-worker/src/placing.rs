@@ -2,7 +2,7 @@
 
 use kvsplice_kernels::rope::Rotation;
 use kvsplice_model::cache::KvCache;
-use kvsplice_model::stored::StoredLayer;
+use kvsplice_model::resident::LayerKv;
 use kvsplice_model::{Decoder, Error};
 
 use crate::prompt::Prompt;
@@ -43,12 +43,7 @@ impl Placing {
     }
 
     /// Places a layer. `stored`: by part.
-    pub(crate) fn place(
-        &mut self,
-        cache: &mut KvCache,
-        layer: u32,
-        stored: &[Option<StoredLayer>],
-    ) -> Result<(), Error> {
+    pub(crate) fn place(&mut self, cache: &mut KvCache, layer: u32, stored: &[Option<LayerKv>]) -> Result<(), Error> {
         let mut chunks = Vec::new();
         for (index, part) in self.parts.iter().enumerate() {
             let Some(skipped) = part else { continue };

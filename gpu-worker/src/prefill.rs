@@ -11,7 +11,7 @@ use kvsplice_kv::options::{Mask, Strategy};
 use kvsplice_model::attention::{attend, attend_masses};
 use kvsplice_model::cache::KvCache;
 use kvsplice_model::decoder::{joined, slice_of};
-use kvsplice_model::stored::StoredLayer;
+use kvsplice_model::resident::LayerKv;
 use kvsplice_model::{Decoder, Error};
 use tch::{Device, Kind, Tensor};
 
@@ -135,7 +135,7 @@ impl Prefill {
     pub(crate) fn advance(
         &mut self,
         decoder: &Decoder,
-        stored: &[Option<StoredLayer>],
+        stored: &[Option<LayerKv>],
         rows: usize,
     ) -> Result<Step, Error> {
         if let Some(layer) = self.wants() {

@@ -200,6 +200,7 @@ impl Worker for Service {
     async fn status(&self, _: Request<v1::WorkerStatusRequest>) -> Result<Response<v1::WorkerStatusResponse>, Status> {
         let config = &self.model.config;
         let load = &self.engine.load;
+        let (pool, device_pool) = self.engine.pool.status();
         Ok(Response::new(v1::WorkerStatusResponse {
             model: Some(v1::Model {
                 name: self.model.name.clone(),
@@ -219,7 +220,8 @@ impl Worker for Service {
             kv_bytes: load.kv_bytes.load(Ordering::Relaxed),
             device: self.device.clone(),
             beginnings: Some(self.engine.beginnings.status()),
-            pool: Some(self.engine.pool.status()),
+            pool: Some(pool),
+            device_pool: Some(device_pool),
         }))
     }
 }

@@ -39,7 +39,7 @@ pub fn watch(stop: &AtomicBool, mut look: impl FnMut()) {
 pub fn wait_idle(worker: &str, cache: &str, deadline: Duration) -> Result<()> {
     wait_until("an idle worker and no lease", deadline, || {
         let status = worker_status(worker)?;
-        let held = status.pool.map_or(0, |pool| pool.held);
+        let held: u64 = [status.pool, status.device_pool].into_iter().flatten().map(|pool| pool.held).sum();
         let idle = status.running == 0 && status.queued == 0 && status.kv_bytes == 0 && held == 0;
         Ok((idle && cache_stats(cache)?.leases == 0).then_some(()))
     })

@@ -1,5 +1,5 @@
-//! The worker's pool of chunks that came over the wire: the next prompt finds them there, with the same answer; its size
-//! holds; and whatever becomes of a request, nothing of it is held afterwards.
+//! The worker's pool of chunks, on the host and on the device: the next prompt finds them there, with the same answer; its
+//! size holds; and whatever becomes of a request, nothing of it is held afterwards.
 #![allow(missing_docs)]
 
 use std::sync::Arc;
@@ -9,8 +9,8 @@ use std::time::Duration;
 use kvsplice_kv::ChunkId;
 use kvsplice_proto::v1;
 use kvsplice_tests::{
-    Answer, CacheService, Client, EXACT, FaultyStore, Gate, Pair, Reference, Verdict, cache_stats, delete_chunks,
-    inline, request, strategy, wait_idle, wait_until, watch, words, worker_status,
+    Answer, CacheService, Client, Cluster, EXACT, FaultyStore, Gate, Pair, Reference, TINY, Verdict, cache_stats,
+    delete_chunks, inline, request, strategy, wait_idle, wait_until, watch, words, worker_status,
 };
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
@@ -20,7 +20,7 @@ const QUESTION: &str = "Who built it, and when?";
 const MEMORY: u64 = 64 << 20;
 const SOON: Duration = Duration::from_secs(10);
 
-/// A worker with a pool of `pool_bytes`, on a store whose chunks are sent: none of them lies in a file.
+/// A worker with a pool, on a store whose chunks are sent: none of them lies in a file.
 struct System {
     cache: CacheService,
     gate: Gate,
@@ -31,10 +31,16 @@ struct System {
 
 impl System {
     fn start(pool_bytes: u64) -> Self {
+        Self::with(pool_bytes, 0)
+    }
+
+    /// With bytes of the pool on the host, and on the device.
+    fn with(pool_bytes: u64, device_bytes: u64) -> Self {
         let cache = CacheService::start(Arc::new(FaultyStore::default()), MEMORY, "127.0.0.1:0").unwrap();
         let gate = Gate::start(cache.address()).unwrap();
         let pool = format!("worker.pool_bytes={pool_bytes}");
-        let settings = [&EXACT[..], &["--set", pool.as_str()]].concat();
+        let device = format!("worker.device_pool_bytes={device_bytes}");
+        let settings = [&EXACT[..], &["--set", pool.as_str(), "--set", device.as_str()]].concat();
         let pair = Pair::start_through(cache.address(), gate.address(), &settings).unwrap();
         let client = Client::connect(pair.head.address()).unwrap();
         let chunks = (0..5).map(|place| words(place * 60, 25 + 4 * place)).collect();
@@ -51,6 +57,19 @@ impl System {
 
     fn pool(&self) -> v1::ChunkPool {
         worker_status(self.pair.worker.address()).unwrap().pool.unwrap()
+    }
+
+    /// The chunks are stored by another worker: this one is not asked for them.
+    fn store(&self) {
+        let apart = Pair::start(self.cache.address(), &EXACT).unwrap();
+        let client = Client::connect(apart.head.address()).unwrap();
+        client.generate(self.request(&self.chunks, "direct", true)).unwrap();
+    }
+
+    /// The pool on the device, and the layers of all chunks.
+    fn device_pool(&self) -> (v1::ChunkPool, u64) {
+        let status = worker_status(self.pair.worker.address()).unwrap();
+        (status.device_pool.unwrap(), u64::from(status.model.unwrap().layers) * self.chunks.len() as u64)
     }
 
     /// Layers that the cache service was asked for.
@@ -107,6 +126,92 @@ fn the_second_prompt_of_the_same_chunks_finds_them_in_the_worker_and_answers_ali
     assert!(answer.sources().iter().all(|source| *source == "memory") && bytes(&answer) > 0, "{:?}", answer.receipt);
     assert_eq!(without.pool(), v1::ChunkPool::default());
     system.wait_idle();
+}
+
+#[test]
+fn chunks_that_are_asked_for_twice_are_placed_from_the_memory_of_the_device() {
+    for host_bytes in [MEMORY, 0] {
+        let system = System::with(host_bytes, MEMORY);
+        let mut reference = Reference::start().unwrap();
+        system.store();
+        let first = system.ask("direct");
+        system.wait_idle();
+        let (pool, layers) = system.device_pool();
+        assert_eq!((pool.layers, pool.hits, pool.misses), (0, 0, layers), "asked for once");
+        assert!(bytes(&first) > 0, "{:?}", first.receipt);
+        // The second prompt takes them from where they are, and puts them there.
+        let second = system.ask("direct");
+        assert_eq!(bytes(&second) == 0, host_bytes > 0, "{:?}", second.receipt);
+        let (pool, _) = system.device_pool();
+        assert!(pool.layers == layers && pool.bytes > 0 && pool.limit_bytes == MEMORY, "{pool:?} of {layers}");
+        // From now on nothing is sent, and nothing is looked for on the host.
+        let (before, asked) = (system.pool(), system.asked());
+        let third = system.ask("direct");
+        for answer in [&second, &third] {
+            assert_eq!((&answer.text, &answer.token_ids), (&first.text, &first.token_ids));
+            assert_eq!(answer.dump.logits, first.dump.logits, "the very bytes");
+        }
+        let backwards: Vec<String> = system.chunks.iter().rev().cloned().collect();
+        for chunks in [&system.chunks, &backwards] {
+            for spec in ["direct", "lego", "guided:0.3", "clip:0.3"] {
+                let answer = system.client.generate(system.request(chunks, spec, false)).unwrap();
+                assert_eq!((answer.sources(), bytes(&answer)), (vec!["device"; 5], 0), "{spec}");
+                assert_eq!(reference.check(chunks, QUESTION, spec, &answer).unwrap(), Verdict::Stored, "{spec}");
+            }
+        }
+        let (after, (pool, _)) = (system.pool(), system.device_pool());
+        assert_eq!((after.hits, after.misses, system.asked()), (before.hits, before.misses, asked));
+        assert_eq!((pool.layers, pool.hits, pool.evicted, pool.failed), (layers, 9 * layers, 0, 0));
+        // What the service does not have any more is not taken from there.
+        let erased: ChunkId = first.planned.chunks[2].parse().unwrap();
+        delete_chunks(system.cache.address(), &[erased]).unwrap();
+        let answer = system.ask("direct");
+        assert_eq!(answer.sources(), ["device", "device", "fresh", "device", "device"]);
+        assert_eq!(reference.check(&system.chunks, QUESTION, "direct", &answer).unwrap(), Verdict::Fresh);
+        system.wait_idle();
+    }
+}
+
+#[test]
+fn a_device_pool_that_is_too_small_for_a_layer_changes_nothing() {
+    let system = System::with(MEMORY, 511);
+    let mut reference = Reference::start().unwrap();
+    system.store();
+    let first = system.ask("direct");
+    for _ in 0..2 {
+        let answer = system.ask("direct");
+        assert_eq!((answer.sources(), bytes(&answer)), (vec!["device"; 5], 0), "from the host");
+        assert_eq!(answer.dump.logits, first.dump.logits, "the very bytes");
+        assert_eq!(reference.check(&system.chunks, QUESTION, "direct", &answer).unwrap(), Verdict::Stored);
+    }
+    let (pool, layers) = system.device_pool();
+    assert_eq!((pool.layers, pool.bytes, pool.hits, pool.evicted, pool.failed), (0, 0, 0, 0, 0));
+    assert_eq!((system.pool().layers, system.pool().hits), (layers, 2 * layers));
+    system.wait_idle();
+}
+
+#[test]
+fn mapped_chunks_of_every_encoding_go_to_the_device_and_give_the_same_logits() {
+    let chunks: Vec<String> = (0..4).map(|place| words(place * 70, 70 + 9 * place)).collect();
+    for encoding in ["bf16", "int8", "fp8", "int4"] {
+        let encoding = format!("head.encoding={encoding}");
+        let device = format!("worker.device_pool_bytes={MEMORY}");
+        let settings = ["--set", encoding.as_str(), "--set", device.as_str()];
+        let cluster = Cluster::start(&[&TINY[..], &settings].concat()).unwrap();
+        let client = Client::connect(cluster.head.address()).unwrap();
+        client.generate(request(inline(&chunks, QUESTION, true), strategy("direct"), 8)).unwrap();
+        let ask = || client.generate(request(inline(&chunks, QUESTION, false), strategy("direct"), 8)).unwrap();
+        let answers = [ask(), ask(), ask(), ask()];
+        for answer in &answers {
+            assert_eq!((&answer.text, bytes(answer)), (&answers[0].text, 0), "{encoding}");
+            assert_eq!(answer.dump.logits, answers[0].dump.logits, "{encoding}: the very bytes");
+        }
+        assert_eq!(answers[3].sources(), ["device"; 4]);
+        let status = worker_status(cluster.worker.address()).unwrap();
+        let (pool, layers) = (status.device_pool.unwrap(), 4 * u64::from(status.model.unwrap().layers));
+        assert!(pool.layers == layers && pool.hits >= layers, "{encoding}: {pool:?}");
+        assert_eq!(status.pool.unwrap(), v1::ChunkPool::default());
+    }
 }
 
 #[test]

@@ -2,9 +2,8 @@
 
 use std::collections::HashMap;
 
-use kvsplice_kv::receipt::Source;
 use kvsplice_kv::{ChunkId, KvLayout, RowRanges, Variant};
-use kvsplice_proto::load::{Form, Loaded, Skips, WantedChunk};
+use kvsplice_proto::load::{Skips, WantedChunk};
 use tokio::sync::mpsc;
 use tokio::task::AbortHandle;
 
@@ -30,9 +29,9 @@ impl Active {
                     return true;
                 }
                 chunk.layers = (0..all).filter(|layer| !whole.iter().any(|(known, _)| known == layer)).collect();
-                for (layer, data) in whole {
-                    let (chunk, source, form) = (chunk.place, Source::Device, Form::Whole);
-                    self.loaded(Loaded::Layer { chunk, layer, data, form, source, bytes: 0 });
+                for (layer, kv) in whole {
+                    let promotion = hold.promotion(chunk.place, layer);
+                    self.pooled(chunk.place, layer, kv, promotion);
                 }
                 !chunk.layers.is_empty()
             });

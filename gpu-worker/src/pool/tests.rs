@@ -1,7 +1,11 @@
+mod device;
+
 use std::ops::Range;
 
 use kvsplice_kv::Encoding;
 use kvsplice_kv::receipt::Source;
+use kvsplice_model::resident::LayerKv;
+use kvsplice_proto::load::{Form, Loaded};
 
 use super::*;
 
@@ -14,6 +18,15 @@ const ROW: usize = DATA / 2 / TOKENS as usize;
 /// What one layer takes.
 const ENTRY: u64 = DATA as u64 + ENTRY_BYTES;
 
+/// A pool on the host alone.
+fn on_host(host_bytes: u64) -> Pool {
+    Pool::new(Limits { host_bytes, device_bytes: 0 }, LAYERS)
+}
+
+fn host_status(pool: &Pool) -> v1::ChunkPool {
+    pool.status().0
+}
+
 fn key(chunk: u8) -> PoolKey {
     PoolKey { chunk: ChunkId::from_bytes([chunk; 32]), variant: Variant::clean(Encoding::Bf16) }
 }
@@ -25,6 +38,12 @@ fn wish(place: usize, chunk: u8, cost: f64) -> Wish {
 fn layer(chunk: usize, layer: u32, form: Form) -> Loaded {
     let data = Bytes::from(vec![(10 * chunk) as u8 + layer as u8; DATA]);
     Loaded::Layer { chunk, layer, data, form, source: Source::Object, bytes: DATA as u64 }
+}
+
+fn bytes(kv: &LayerKv) -> &[u8] {
+    let LayerKv::Host(stored) = kv else { panic!("it is on the host") };
+    assert_eq!((stored.layout, stored.tokens), (LAYOUT, TOKENS));
+    &stored.bytes
 }
 
 fn failed(chunk: usize, reason: &str) -> Loaded {
@@ -51,7 +70,7 @@ fn here(pool: &Pool, chunk: u8) -> usize {
 
 #[test]
 fn what_one_request_loaded_the_next_finds_and_only_layers_from_the_wire() {
-    let pool = Pool::new(1 << 20, LAYERS);
+    let pool = on_host(1 << 20);
     let mut first = pool.hold(vec![wish(0, 1, 1.0), wish(1, 2, 1.0)]);
     assert!(layers(&mut first, 0).is_empty() && layers(&mut first, 1).is_empty());
     let keeper = first.keeper();
@@ -67,12 +86,12 @@ fn what_one_request_loaded_the_next_finds_and_only_layers_from_the_wire() {
     drop(first);
     let mut second = pool.hold(vec![wish(0, 2, 1.0), wish(1, 1, 1.0)]);
     assert_eq!((layers(&mut second, 0), layers(&mut second, 1)), (vec![2], vec![0]));
-    assert_eq!(second.take(0).whole[0].1, vec![12; DATA]);
-    let status = pool.status();
+    assert_eq!(bytes(&second.take(0).whole[0].1), vec![12; DATA]);
+    let status = host_status(&pool);
     assert_eq!((status.layers, status.bytes, status.held), (2, 2 * ENTRY, 2));
     assert_eq!((status.hits, status.misses), (3, 12));
     drop(second);
-    assert_eq!(pool.status().held, 0);
+    assert_eq!(host_status(&pool).held, 0);
 }
 
 fn gapped(layer: u32, lacks: Range<u32>, byte: u8) -> Loaded {
@@ -86,7 +105,7 @@ fn gapped(layer: u32, lacks: Range<u32>, byte: u8) -> Loaded {
 
 #[test]
 fn what_a_layer_lacks_comes_with_the_next_request() {
-    let pool = Pool::new(1 << 20, LAYERS);
+    let pool = on_host(1 << 20);
     let first = pool.hold(vec![wish(0, 1, 1.0)]);
     for (number, lacks) in [(0, 2..6), (1, 3..7), (2, 2..6)] {
         let news = first.keeper().take_in(gapped(number, lacks.clone(), 7));
@@ -111,13 +130,13 @@ fn what_a_layer_lacks_comes_with_the_next_request() {
     let mut third = pool.hold(vec![wish(0, 1, 1.0)]);
     let Taken { whole, have } = third.take(0);
     assert_eq!((whole.len(), whole[0].0, have.ranges()), (1, 1, &[0..2, 6..TOKENS][..]));
-    assert_eq!((pool.status().layers, pool.status().bytes), (3, 3 * ENTRY));
+    assert_eq!((host_status(&pool).layers, host_status(&pool).bytes), (3, 3 * ENTRY));
     // What lacks more does not take the place of what lacks less.
     third.keeper().take_in(gapped(1, 0..9, 9));
     drop(third);
     assert_eq!(here(&pool, 1), 1);
     // A layer that is not here at all: nothing is had of every layer.
-    let fresh = Pool::new(1 << 20, LAYERS);
+    let fresh = on_host(1 << 20);
     let mut hold = fresh.hold(vec![wish(0, 1, 1.0)]);
     hold.keeper().take_in(gapped(1, 2..6, 7));
     assert!(hold.take(0).have.is_empty());
@@ -131,7 +150,7 @@ fn what_a_layer_lacks_comes_with_the_next_request() {
 #[test]
 fn the_limit_holds_and_what_is_held_stays() {
     for limit in [0, 1, ENTRY, 4 * ENTRY, 5 * ENTRY + 7] {
-        let pool = Pool::new(limit, LAYERS);
+        let pool = on_host(limit);
         let mut hold = pool.hold(vec![wish(0, 1, 1.0)]);
         for number in 0..LAYERS {
             hold.keeper().take_in(layer(0, number, Form::Whole));
@@ -140,7 +159,7 @@ fn the_limit_holds_and_what_is_held_stays() {
         for chunk in 2..20 {
             // Dearer than the one that is held.
             load(&pool, chunk, 1e9);
-            assert!(pool.status().bytes <= limit, "{:?} of {limit}", pool.status());
+            assert!(host_status(&pool).bytes <= limit, "{:?} of {limit}", host_status(&pool));
         }
         assert_eq!(hold.take(0).whole.len() as u64, kept, "{limit}");
         drop(hold);
@@ -148,7 +167,7 @@ fn the_limit_holds_and_what_is_held_stays() {
             load(&pool, chunk, 1e9);
         }
         assert_eq!(here(&pool, 1), 0, "its request is over");
-        let (status, most) = (pool.status(), limit / ENTRY * ENTRY);
+        let (status, most) = (host_status(&pool), limit / ENTRY * ENTRY);
         assert!(status.bytes == most && status.held == 0, "{status:?} of {limit}");
         assert_eq!(status.evicted > 0, limit >= ENTRY);
     }
@@ -156,7 +175,7 @@ fn the_limit_holds_and_what_is_held_stays() {
 
 #[test]
 fn the_dear_and_often_asked_for_outlive_the_others() {
-    let pool = Pool::new(9 * ENTRY, LAYERS);
+    let pool = on_host(9 * ENTRY);
     for (chunk, cost) in [(1, 1.0), (2, 9.0), (3, 1.0)] {
         load(&pool, chunk, cost);
     }
@@ -169,7 +188,7 @@ fn the_dear_and_often_asked_for_outlive_the_others() {
 
 #[test]
 fn a_chunk_that_two_requests_hold_stays_until_both_are_over() {
-    let pool = Pool::new(3 * ENTRY, LAYERS);
+    let pool = on_host(3 * ENTRY);
     load(&pool, 1, 1.0);
     let (one, mut other) = (pool.hold(vec![wish(0, 1, 1.0)]), pool.hold(vec![wish(5, 1, 1.0)]));
     drop(one);
@@ -182,7 +201,7 @@ fn a_chunk_that_two_requests_hold_stays_until_both_are_over() {
 
 #[test]
 fn without_the_services_word_nothing_is_taken_or_kept() {
-    let pool = Pool::new(1 << 20, LAYERS);
+    let pool = on_host(1 << 20);
     load(&pool, 1, 1.0);
     load(&pool, 2, 1.0);
     let mut hold = pool.hold(vec![Wish { confirmed: false, ..wish(0, 1, 1.0) }, wish(1, 2, 1.0)]);
@@ -195,7 +214,7 @@ fn without_the_services_word_nothing_is_taken_or_kept() {
 #[test]
 fn a_chunk_that_the_service_cannot_give_is_forgotten() {
     for (reason, left) in [("missing: no such object", 0), ("damaged: layer 2", 0), ("store: timed out", 3)] {
-        let pool = Pool::new(1 << 20, LAYERS);
+        let pool = on_host(1 << 20);
         load(&pool, 1, 1.0);
         load(&pool, 2, 1.0);
         let hold = pool.hold(vec![wish(0, 1, 1.0)]);
@@ -206,30 +225,45 @@ fn a_chunk_that_the_service_cannot_give_is_forgotten() {
 }
 
 #[test]
+fn what_a_holder_of_a_forgotten_chunk_still_brings_is_not_kept() {
+    let pool = on_host(1 << 20);
+    let hold = pool.hold(vec![wish(0, 1, 1.0)]);
+    hold.keeper().take_in(layer(0, 0, Form::Whole));
+    // Another request has learnt that it is gone.
+    drop(pool.hold(vec![Wish { confirmed: false, ..wish(0, 1, 1.0) }]));
+    hold.keeper().take_in(layer(0, 1, Form::Whole));
+    drop(hold);
+    assert_eq!(here(&pool, 1), 0);
+    // It was stored anew.
+    load(&pool, 1, 1.0);
+    assert_eq!(here(&pool, 1), LAYERS as usize);
+}
+
+#[test]
 fn what_comes_after_its_request_is_over_is_not_kept() {
-    let pool = Pool::new(1 << 20, LAYERS);
+    let pool = on_host(1 << 20);
     let hold = pool.hold(vec![wish(0, 1, 1.0)]);
     let keeper = hold.keeper();
     drop(hold);
     keeper.take_in(layer(0, 0, Form::Whole));
-    let status = pool.status();
+    let status = host_status(&pool);
     assert_eq!((status.bytes, status.layers, status.held), (0, 0, 0));
 }
 
 #[test]
 fn what_nobody_asks_for_is_dropped_and_what_is_held_is_not() {
-    let pool = Pool::new(1 << 20, LAYERS);
+    let pool = on_host(1 << 20);
     load(&pool, 1, 1.0);
     load(&pool, 2, 1.0);
     let mut hold = pool.hold(vec![wish(0, 2, 1.0)]);
     pool.drop_unasked(Instant::now() + UNASKED / 2);
-    assert_eq!(pool.status().layers, 6);
+    assert_eq!(host_status(&pool).layers, 6);
     pool.drop_unasked(Instant::now() + UNASKED);
-    assert_eq!(pool.status().layers, 3);
+    assert_eq!(host_status(&pool).layers, 3);
     assert_eq!(layers(&mut hold, 0), [0, 1, 2]);
     drop(hold);
     pool.drop_unasked(Instant::now() + UNASKED);
-    let status = pool.status();
+    let status = host_status(&pool);
     assert_eq!((status.layers, status.bytes), (0, 0));
     assert!(pool.state().unwrap().chunks.is_empty());
 }
