@@ -144,18 +144,18 @@ mod tests {
     fn arguments_that_do_not_fit_are_refused() {
         let (query, keys) = (random(&[2, 4, 8], 1), random(&[5, 2, 8], 2));
         let sums = random(&[2, 4], 3);
-        let refuse = |query: &Tensor, last: &[u32], slots: &[Range<u32>], sums: &Tensor, what: &str| {
+        let refuse = |query: &Tensor, last: &[u32], slots: Option<Range<u32>>, sums: &Tensor, what: &str| {
             let sequence = Sequence { keys: &keys, values: &keys, table: None, last };
-            let error = key_masses(query, &[sequence], slots, sums, Reduce::Mean).unwrap_err().to_string();
+            let error = key_masses(query, &[sequence], slots.as_slice(), sums, Reduce::Mean).unwrap_err().to_string();
             assert!(error.contains(what), "{error}");
         };
-        refuse(&query, &[3, 4], &[0..5], &sums, "slots 0..5, of which a row sees those before 4");
-        refuse(&query, &[], &[0..1], &sums, "those before 0");
-        refuse(&query, &[4, 4], &[0..5], &sums.narrow(0, 0, 1), "sums [1, 4]");
-        refuse(&query, &[4, 4], &[], &sums, "0 ranges");
-        refuse(&query, &[4], &[0..5], &sums, "for 1 last slots");
-        refuse(&query, &[4, 5], &[0..5], &sums, "beyond the capacity");
-        refuse(&query, &[4, 4], &[0..5], &sums.to_kind(Kind::Double), "Float");
-        refuse(&query.narrow(0, 0, 1).squeeze(), &[4], &[0..5], &sums, "not [rows");
+        refuse(&query, &[3, 4], Some(0..5), &sums, "slots 0..5, of which a row sees those before 4");
+        refuse(&query, &[], Some(0..1), &sums, "those before 0");
+        refuse(&query, &[4, 4], Some(0..5), &sums.narrow(0, 0, 1), "sums [1, 4]");
+        refuse(&query, &[4, 4], None, &sums, "0 ranges");
+        refuse(&query, &[4], Some(0..5), &sums, "for 1 last slots");
+        refuse(&query, &[4, 5], Some(0..5), &sums, "beyond the capacity");
+        refuse(&query, &[4, 4], Some(0..5), &sums.to_kind(Kind::Double), "Float");
+        refuse(&query.narrow(0, 0, 1).squeeze(), &[4], Some(0..5), &sums, "not [rows");
     }
 }
