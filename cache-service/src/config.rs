@@ -12,7 +12,8 @@ use crate::{Admission, Error, Eviction, disk};
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
-    /// URL of the object store: `file:///folder`, `memory://`, `s3://bucket/prefix`; `gs://` and `az://` if built in.
+    /// URL of the object store: `file:///folder`, `memory://`, `s3://bucket/prefix`, `gs://bucket/prefix`,
+    /// `az://container/prefix`.
     /// Credentials come from the environment (such as `AWS_ACCESS_KEY_ID`), never from the URL.
     pub store: String,
     /// Bytes of verified layers and headers held in memory, pinned and leased ones included.

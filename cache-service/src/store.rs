@@ -12,6 +12,8 @@ use bytes::Bytes;
 use futures::TryStreamExt;
 use kvsplice_kv::{ChunkId, object};
 use object_store::aws::AmazonS3Builder;
+use object_store::azure::MicrosoftAzureBuilder;
+use object_store::gcp::GoogleCloudStorageBuilder;
 use object_store::local::LocalFileSystem;
 use object_store::memory::InMemory;
 use object_store::path::Path;
@@ -49,7 +51,7 @@ pub(crate) async fn open(config: &Config) -> Result<Store, Error> {
     let name = public_name(&config.store);
     let failed = |detail: String, advice| Error::Open { store: name.clone(), detail, advice };
     let url = Url::parse(&config.store)
-        .map_err(|error| failed(error.to_string(), "use file:///folder, memory:// or s3://bucket/prefix"))?;
+        .map_err(|error| failed(error.to_string(), "use file:///folder, memory:// or such as s3://bucket/prefix"))?;
     if !url.username().is_empty() || url.password().is_some() {
         return Err(failed("credentials in the URL".into(), "put them in the environment instead"));
     }
@@ -115,22 +117,17 @@ fn connect(
                 AmazonS3Builder::from_env().with_bucket_name(bucket).with_retry(retry).build().map_err(wrong)?;
             Ok(Arc::new(PrefixStore::new(store, prefix(url)?)))
         }
-        #[cfg(feature = "gcp")]
         "gs" => {
-            let builder = object_store::gcp::GoogleCloudStorageBuilder::from_env();
+            let builder = GoogleCloudStorageBuilder::from_env();
             let store = builder.with_bucket_name(bucket(url, failed)?).with_retry(retry).build().map_err(wrong)?;
             Ok(Arc::new(PrefixStore::new(store, prefix(url)?)))
         }
-        #[cfg(feature = "azure")]
         "az" | "azure" => {
-            let builder = object_store::azure::MicrosoftAzureBuilder::from_env();
+            let builder = MicrosoftAzureBuilder::from_env();
             let store = builder.with_container_name(bucket(url, failed)?).with_retry(retry).build().map_err(wrong)?;
             Ok(Arc::new(PrefixStore::new(store, prefix(url)?)))
         }
-        scheme => Err(failed(
-            format!("unknown scheme {scheme:?}"),
-            "use file, memory or s3 (gs and az need a build with the features gcp and azure)",
-        )),
+        scheme => Err(failed(format!("unknown scheme {scheme:?}"), "use file, memory, s3, gs or az")),
     }
 }
 
@@ -405,7 +402,9 @@ mod tests {
     #[tokio::test]
     async fn a_store_that_cannot_be_used_is_refused_at_the_start() {
         assert!(refused("ftp://host/a".into()).await.contains("unknown scheme"));
-        assert!(refused("s3:///prefix".into()).await.contains("no bucket"));
+        for scheme in ["s3", "gs", "az"] {
+            assert!(refused(format!("{scheme}:///prefix")).await.contains("no bucket"), "{scheme}");
+        }
         assert!(refused("s3://key:secret@bucket".into()).await.contains("credentials in the URL"));
         assert!(!refused("s3://key:secret@bucket".into()).await.contains("secret"));
         let folder = tempfile::tempdir().unwrap();
