@@ -89,7 +89,7 @@ fn on_device(query: &Tensor, sequences: &[Sequence<'_>], view: View<'_>) -> Resu
     let asked = (!ends.is_empty()).then_some(ends.as_slice());
     let (mut outputs, mut sums, mut first) = (Vec::new(), Vec::new(), 0);
     for sequence in sequences.iter().filter(|sequence| !sequence.last.is_empty()) {
-        check(sequence, view.from, heads, head_dim)?;
+        check(OP, sequence, view.from, heads, head_dim)?;
         let count = sequence.last.len() as i64;
         if first + count > rows {
             return Err(argument(OP, format!("query {:?} has too few rows", query.size())));
@@ -164,30 +164,19 @@ where
     Q: Number + data::Element,
     T: Number + data::Element,
 {
-    let [rows, heads, head_dim] = query.size()[..] else {
-        return Err(argument(OP, format!("query {:?} is not [rows, heads, head_dim]", query.size())));
-    };
     check_view(&view)?;
+    let Shape { rows, heads, kv_heads, head_dim } = shape(OP, query, sequences, view.from)?;
     let (numbers, stride) = data::rows::<Q>(OP, query)?;
-    let mut checked = Vec::with_capacity(sequences.len());
-    let (mut count, mut kv_heads) = (0, 1);
-    for sequence in sequences.iter().filter(|sequence| !sequence.last.is_empty()) {
-        let found = check(sequence, view.from, heads, head_dim)?;
-        if !checked.is_empty() && found != kv_heads {
-            return Err(argument(OP, format!("sequences of {kv_heads} and of {found} KV heads")));
-        }
-        kv_heads = found;
-        count += sequence.last.len();
-        checked.push(cpu::attention::Rows {
+    let with_rows = sequences.iter().filter(|sequence| !sequence.last.is_empty());
+    let checked = with_rows.map(|sequence| -> Result<_, Error> {
+        Ok(cpu::attention::Rows {
             keys: data::numbers::<T>(OP, sequence.keys)?,
             values: data::numbers::<T>(OP, sequence.values)?,
             table: sequence.table,
             last: sequence.last,
-        });
-    }
-    if rows as usize != count {
-        return Err(argument(OP, format!("query {:?} for {count} last slots", query.size())));
-    }
+        })
+    });
+    let checked = checked.collect::<Result<Vec<_>, _>>()?;
     let mut output = Tensor::f_empty([rows, heads, head_dim], (Q::KIND, tch::Device::Cpu))?;
     let mut sums = Tensor::f_empty([rows, heads, view.ends.len() as i64], (Kind::Float, tch::Device::Cpu))?;
     let call = Call {
@@ -206,6 +195,35 @@ where
     Ok((output, sums))
 }
 
+/// What a query and its sequences agree on.
+struct Shape {
+    rows: i64,
+    heads: i64,
+    /// 1 where no sequence has rows.
+    kv_heads: usize,
+    head_dim: i64,
+}
+
+/// Checks a query, of which rows see nothing before `from`, and the sequences that have rows.
+fn shape(op: &'static str, query: &Tensor, sequences: &[Sequence<'_>], from: u32) -> Result<Shape, Error> {
+    let [rows, heads, head_dim] = query.size()[..] else {
+        return Err(argument(op, format!("query {:?} is not [rows, heads, head_dim]", query.size())));
+    };
+    let (mut count, mut kv_heads) = (0, None);
+    for sequence in sequences.iter().filter(|sequence| !sequence.last.is_empty()) {
+        let found = check(op, sequence, from, heads, head_dim)?;
+        if let Some(known) = kv_heads.filter(|&known| known != found) {
+            return Err(argument(op, format!("sequences of {known} and of {found} KV heads")));
+        }
+        kv_heads = Some(found);
+        count += sequence.last.len();
+    }
+    if rows as usize != count {
+        return Err(argument(op, format!("query {:?} for {count} last slots", query.size())));
+    }
+    Ok(Shape { rows, heads, kv_heads: kv_heads.unwrap_or(1), head_dim })
+}
+
 fn check_view(view: &View<'_>) -> Result<(), Error> {
     if view.ends.is_sorted() && view.temperature.is_finite() && view.temperature > 0.0 {
         return Ok(());
@@ -215,13 +233,13 @@ fn check_view(view: &View<'_>) -> Result<(), Error> {
 }
 
 /// Checks a sequence with rows; returns its KV heads.
-fn check(sequence: &Sequence<'_>, from: u32, heads: i64, head_dim: i64) -> Result<usize, Error> {
+fn check(op: &'static str, sequence: &Sequence<'_>, from: u32, heads: i64, head_dim: i64) -> Result<usize, Error> {
     let Sequence { keys, values, table, last } = sequence;
     let size = keys.size();
     let (capacity, kv_heads, key_dim) = match size[..] {
         [capacity, kv_heads, dim] => (capacity, kv_heads, dim),
         [blocks, block, kv_heads, dim] if block == i64::from(BLOCK) => (blocks * block, kv_heads, dim),
-        _ => return Err(argument(OP, format!("keys {size:?} are neither rows nor blocks of {BLOCK} rows"))),
+        _ => return Err(argument(op, format!("keys {size:?} are neither rows nor blocks of {BLOCK} rows"))),
     };
     if size != values.size()
         || key_dim != head_dim
@@ -234,25 +252,25 @@ fn check(sequence: &Sequence<'_>, from: u32, heads: i64, head_dim: i64) -> Resul
             "{heads} query heads of {head_dim}, keys {size:?} and values {:?} do not fit each other",
             values.size()
         );
-        return Err(argument(OP, what));
+        return Err(argument(op, what));
     }
     let (first, furthest) = (last.first().copied().unwrap_or(0), last.last().copied().unwrap_or(0));
     if !last.is_sorted() || first < from {
         let what = format!("last slots must ascend from {from} on: every row sees a key; the first is {first}");
-        return Err(argument(OP, what));
+        return Err(argument(op, what));
     }
     let Some(table) = table else {
         if i64::from(furthest) >= capacity {
-            return Err(argument(OP, format!("slot {furthest} is beyond the capacity {capacity}")));
+            return Err(argument(op, format!("slot {furthest} is beyond the capacity {capacity}")));
         }
         return Ok(kv_heads as usize);
     };
     let Some(used) = table.get(..(furthest / BLOCK) as usize + 1) else {
-        return Err(argument(OP, format!("slot {furthest} is beyond a table of {} blocks", table.len())));
+        return Err(argument(op, format!("slot {furthest} is beyond a table of {} blocks", table.len())));
     };
     match used.iter().find(|&&block| (i64::from(block) + 1) * i64::from(BLOCK) > capacity) {
         Some(block) => {
-            Err(argument(OP, format!("block {block} is beyond the {} of the KV", capacity / i64::from(BLOCK))))
+            Err(argument(op, format!("block {block} is beyond the {} of the KV", capacity / i64::from(BLOCK))))
         }
         None => Ok(kv_heads as usize),
     }

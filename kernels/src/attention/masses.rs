@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use tch::{Kind, Tensor};
 
-use super::{Sequence, check};
+use super::{Sequence, Shape, shape};
 use crate::cpu::masses::{Call, Rows, masses};
 use crate::cpu::number::Number;
 use crate::{Error, Isa, argument, data};
@@ -26,8 +26,8 @@ pub enum Reduce {
 /// - `slots`: of each sequence, the keys that are asked about; every row of it must see them.
 /// - `sums`: `[rows, heads]` or `[rows, heads, 1]`, f32, contiguous: each row's log-sum-exp, as [`super::attend`] gives it.
 ///
-/// Returns one number a slot, of the first sequence, then of the next. For one number of threads or any other, equal calls give
-/// equal bits. Fails on shapes, types and devices that do not fit, on a sequence without rows that is asked about, and on
+/// Returns one number a slot, of the first sequence, then of the next. Equal calls give equal bits, whatever the number of
+/// threads. Fails on shapes, types and devices that do not fit, on a sequence without rows that is asked about, and on
 /// slots that a row does not see.
 pub fn key_masses(
     query: &Tensor,
@@ -58,41 +58,30 @@ where
     Q: Number + data::Element,
     T: Number + data::Element,
 {
-    let [rows, heads, head_dim] = query.size()[..] else {
-        return Err(argument(OP, format!("query {:?} is not [rows, heads, head_dim]", query.size())));
-    };
-    if sequences.len() != slots.len() || sums.numel() as i64 != rows * heads {
-        let (count, asked, sums) = (sequences.len(), slots.len(), sums.size());
-        let what = format!("query {:?}, {count} sequences, {asked} ranges of slots and sums {sums:?}", query.size());
-        return Err(argument(OP, what));
+    if sequences.len() != slots.len() {
+        return Err(argument(OP, format!("{} ranges of slots for {} sequences", slots.len(), sequences.len())));
     }
-    let (numbers, stride) = data::rows::<Q>(OP, query)?;
-    let mut checked = Vec::with_capacity(sequences.len());
-    let (mut count, mut kv_heads) = (0, 1);
     for (sequence, slots) in sequences.iter().zip(slots) {
         let seen = sequence.last.first().map_or(0, |last| last.saturating_add(1));
         if slots.start > slots.end || slots.end > seen {
             return Err(argument(OP, format!("slots {slots:?}, of which a row sees those before {seen}")));
         }
-        if sequence.last.is_empty() {
-            continue;
-        }
-        let found = check(sequence, 0, heads, head_dim)?;
-        if !checked.is_empty() && found != kv_heads {
-            return Err(argument(OP, format!("sequences of {kv_heads} and of {found} KV heads")));
-        }
-        kv_heads = found;
-        count += sequence.last.len();
-        checked.push(Rows {
+    }
+    let Shape { rows, heads, kv_heads, head_dim } = shape(OP, query, sequences, 0)?;
+    if sums.numel() as i64 != rows * heads {
+        return Err(argument(OP, format!("query {:?} and sums {:?} do not fit", query.size(), sums.size())));
+    }
+    let (numbers, stride) = data::rows::<Q>(OP, query)?;
+    let with_rows = sequences.iter().zip(slots).filter(|(sequence, _)| !sequence.last.is_empty());
+    let checked = with_rows.map(|(sequence, slots)| -> Result<_, Error> {
+        Ok(Rows {
             keys: data::numbers::<T>(OP, sequence.keys)?,
             table: sequence.table,
             rows: sequence.last.len(),
             slots: slots.start as usize..slots.end as usize,
-        });
-    }
-    if rows as usize != count {
-        return Err(argument(OP, format!("query {:?} for {count} last slots", query.size())));
-    }
+        })
+    });
+    let checked = checked.collect::<Result<Vec<_>, _>>()?;
     let call = Call {
         query: numbers,
         stride,

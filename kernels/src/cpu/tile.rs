@@ -121,7 +121,8 @@ macro_rules! tile_kernel {
                     }
                     let scores = &mut scores[..count * LANES];
                     let row = tile.row(first);
-                    // Few rows read what no cache holds: all along, they ask for what the next block has in the same place.
+                    // Keys and values come from beyond the second-level cache: each half of a block asks for what the next one
+                    // reads. Few rows wait longest: there, keys ask for the next block's keys, and values for its values.
                     let behind = first + count;
                     let ahead = (behind < tile.slots.end).then(|| tile.row(behind));
                     let (keys, stride) = tile.numbers(tile.keys, row, count, packed);
@@ -206,6 +207,7 @@ macro_rules! tile_kernel {
                 while first < tile.slots.end {
                     let count = (BLOCK_KEYS - first % BLOCK_KEYS).min(tile.slots.end - first);
                     let (keys, stride) = tile.numbers(tile.keys, tile.row(first), count, packed);
+                    // As in `attend`; one function for both loops made that slower by a thirtieth.
                     let mut key = 0;
                     while key + KEYS <= count {
                         dot::<KEYS>(tile.query, &keys[key * stride..], stride, &mut scores[key * LANES..], |_| ());
