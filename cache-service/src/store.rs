@@ -50,8 +50,9 @@ pub(crate) async fn open(config: &Config) -> Result<Store, Error> {
     let timeout = Duration::from_secs(config.store_timeout_s);
     let name = public_name(&config.store);
     let failed = |detail: String, advice| Error::Open { store: name.clone(), detail, advice };
-    let url = Url::parse(&config.store)
-        .map_err(|error| failed(error.to_string(), "use file:///folder, memory:// or such as s3://bucket/prefix"))?;
+    let url = Url::parse(&config.store).map_err(|error| {
+        failed(error.to_string(), "use file:///folder, memory://, or a bucket's URL such as s3://bucket/prefix")
+    })?;
     if !url.username().is_empty() || url.password().is_some() {
         return Err(failed("credentials in the URL".into(), "put them in the environment instead"));
     }
