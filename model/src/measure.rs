@@ -4,21 +4,23 @@ pub mod kernels;
 
 use std::time::{Duration, Instant};
 
-use tch::{Device, Kind, Tensor};
+use kvsplice_kernels::memory::read;
+use kvsplice_kernels::product::{Panels, Plus};
+use tch::{Device, Tensor};
 
 use crate::{Dtype, Error};
 
 /// The mean time of one run, in seconds, over `span` of runs after a warm-up of a third of that: the rate that the machine
 /// sustains, with the time that others take from it, which is what a prefill of seconds can reach. A burst is faster by a
 /// tenth or more.
-fn sustained(span: Duration, mut run: impl FnMut() -> Result<(), Error>) -> Result<f64, Error> {
+fn sustained<T>(span: Duration, mut run: impl FnMut() -> Result<T, Error>) -> Result<f64, Error> {
     let warm = Instant::now();
     while warm.elapsed() < span / 3 {
-        run()?;
+        drop(run()?);
     }
     let (measured, mut runs) = (Instant::now(), 0u32);
     while measured.elapsed() < span || runs < 3 {
-        run()?;
+        drop(run()?);
         runs += 1;
     }
     Ok(measured.elapsed().as_secs_f64() / f64::from(runs))
@@ -30,32 +32,33 @@ const PRODUCTS: [(i64, i64, i64); 4] = [(1024, 896, 1152), (1024, 896, 9728), (2
 /// How long each ceiling is measured.
 const SPAN: Duration = Duration::from_secs(1);
 
-/// GFLOPS of the library's matrix product in `dtype`, sustained, at the best of some shapes.
+/// GFLOPS of a matrix product in `dtype`, sustained: at the best of some shapes, the library's or, in f32, the kernels' own,
+/// whichever is faster on this CPU.
 pub fn matmul_gflops(dtype: Dtype) -> Result<f64, Error> {
     let none: Option<Tensor> = None;
     let mut best = 0.0f64;
     for (rows, inner, columns) in PRODUCTS {
         let left = Tensor::f_ones([rows, inner], (dtype.kind(), Device::Cpu))?;
         let right = Tensor::f_ones([columns, inner], (dtype.kind(), Device::Cpu))?;
-        let product = || left.f_linear(&right, none.as_ref()).map(drop).map_err(Error::from);
-        let seconds = sustained(SPAN, product)?;
+        let mut seconds = sustained(SPAN, || Ok(left.f_linear(&right, none.as_ref())?))?;
+        if dtype == Dtype::F32 {
+            let panels = Panels::new(&right)?;
+            seconds = seconds.min(sustained(SPAN, || Ok(panels.product(&left, Plus::Nothing)?))?);
+        }
         best = best.max(2.0 * (rows * inner * columns) as f64 / seconds / 1e9);
     }
     Ok(best)
 }
 
-/// GB/s of reading memory that no cache holds, with all threads: by the library's matrix-vector product, which has several
-/// streams under way (a sum has one a thread, and reaches half as much).
+/// GB/s of reading memory that no cache holds, with all threads.
 pub fn read_bandwidth_gbs() -> Result<f64, Error> {
-    let numbers: i64 = 512 << 20;
-    let data = Tensor::f_ones([numbers / READ_WIDTH, READ_WIDTH], (Kind::Float, Device::Cpu))?;
-    let vector = Tensor::f_ones([READ_WIDTH], (Kind::Float, Device::Cpu))?;
-    let seconds = sustained(SPAN, || data.f_mv(&vector).map(drop).map_err(Error::from))?;
-    Ok(4.0 * numbers as f64 / seconds / 1e9)
+    let numbers = vec![1f32; READ_NUMBERS];
+    let seconds = sustained(SPAN, || Ok(std::hint::black_box(read(&numbers))))?;
+    Ok(4.0 * numbers.len() as f64 / seconds / 1e9)
 }
 
-/// Width of the matrix that is read for the bandwidth.
-const READ_WIDTH: i64 = 4096;
+/// Numbers that are read for the bandwidth: 1 GiB.
+const READ_NUMBERS: usize = 256 << 20;
 
 /// Threads of the library's pool.
 pub fn threads() -> i32 {

@@ -74,7 +74,8 @@ impl Report {
             let runs = figures.iter().find(|figure| figure.name == name).map(|figure| figure.seconds.iter().copied());
             runs.map_or(0.0, median)
         };
-        let products = figures.iter().filter(|figure| figure.name.starts_with("product_"));
+        let product = |name: &str| name.starts_with("product_") || name.starts_with("panels_");
+        let products = figures.iter().filter(|figure| product(&figure.name));
         let peak_gflops = products.map(|figure| Rate::of(figure).median).fold(0.0, f64::max);
         let (read, copy) = (rate("read"), rate("copy"));
         // A run of an element-wise operation is that of as many layers.

@@ -16,7 +16,6 @@ use kvsplice_kv::{ChunkKey, Options, Receipt, Strategy, Variant};
 use kvsplice_model::{Compute, Description, Spec, gpu, measure};
 use kvsplice_proto::v1::worker_client::WorkerClient;
 use kvsplice_proto::{client, v1};
-use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
 use super::prompt::{self, Random};
@@ -84,8 +83,10 @@ struct Measured {
     encode_seconds: f64,
     /// The ways to answer, in the order of their runs.
     order: Vec<String>,
-    /// GFLOPS of the matrix product, once a round.
-    peaks: Vec<f64>,
+    /// Once a round.
+    ceilings: Vec<Ceilings>,
+    /// The most memory that the process held until every way to answer had run once: before the ceilings took more.
+    peak_rss_mb: f64,
 }
 
 /// Measures and prints one JSON object.
@@ -117,16 +118,10 @@ pub(crate) async fn run(flags: TtftFlags) -> anyhow::Result<()> {
         measured = bench.measure(&session, &stop) => measured,
         () = stop.cancelled() => Err(interrupted()),
     };
-    let peak_rss_mb = peak_rss_mb();
     let closed = session.close().await;
     let measured = measured?;
     closed?;
-    let spec = bench.config.worker.primary.clone();
-    // Last: it needs more memory than the answers.
-    let bandwidth = on_compute_thread(move || Ok(bandwidth_gbs(&spec)?)).await?;
-    let mut report = bench.report(&measured, bandwidth)?;
-    report.insert("peak_rss_mb".into(), json!(peak_rss_mb));
-    let report = serde_json::Value::Object(report);
+    let report = serde_json::Value::Object(bench.report(&measured)?);
     if flags.json { output::json(&report) } else { output::line(serde_json::to_string_pretty(&report)?) }
 }
 
@@ -136,22 +131,24 @@ async fn on_compute_thread<R: Send + 'static>(
     Compute::start()?.run(job).await?
 }
 
-/// The matrix-product peak of what the worker computes on.
-fn matmul_gflops(spec: &Spec) -> Result<f64, kvsplice_model::Error> {
-    match spec.cuda_index()? {
-        None => measure::matmul_gflops(spec.dtype()),
-        Some(index) => {
-            spec.open_device()?;
-            Ok(gpu::peak(index)?.rate() / 1e9)
-        }
-    }
+/// What the worker's device can do.
+#[derive(Clone, Copy)]
+struct Ceilings {
+    /// Of the matrix product.
+    gflops: f64,
+    /// Of reading memory.
+    gbs: f64,
 }
 
-/// GB/s of reading its memory.
-fn bandwidth_gbs(spec: &Spec) -> Result<f64, kvsplice_model::Error> {
-    match spec.cuda_index()? {
-        None => measure::read_bandwidth_gbs(),
-        Some(index) => Ok(gpu::read_bandwidth(index)? / 1e9),
+impl Ceilings {
+    fn measure(spec: &Spec) -> Result<Self, kvsplice_model::Error> {
+        Ok(match spec.cuda_index()? {
+            None => Self { gflops: measure::matmul_gflops(spec.dtype())?, gbs: measure::read_bandwidth_gbs()? },
+            Some(index) => {
+                spec.open_device()?;
+                Self { gflops: gpu::peak(index)?.rate() / 1e9, gbs: gpu::read_bandwidth(index)? / 1e9 }
+            }
+        })
     }
 }
 
@@ -208,7 +205,7 @@ impl Bench {
         generate(session, request, self.timeout, stop, |_| Ok(())).await
     }
 
-    /// Stores the chunks, warms up, then measures: in each round the matrix product's peak, then every way to answer.
+    /// Stores the chunks, warms up, then measures: in each round the ceilings, then every way to answer.
     async fn measure(&self, session: &Session, stop: &CancellationToken) -> anyhow::Result<Measured> {
         output::note("encoding the chunks (not timed)");
         self.answer(session, clip(self.flags.ratio), stop).await?;
@@ -219,13 +216,15 @@ impl Bench {
             output::note(format_args!("warm-up: {}", runs.name));
             self.answer(session, runs.options, stop).await?;
         }
+        let peak_rss_mb = peak_rss_mb();
         let mut random = Random(self.flags.seed);
-        let (mut order, mut peaks) = (Vec::new(), Vec::new());
+        let (mut order, mut ceilings) = (Vec::new(), Vec::new());
         for round in 1..=self.flags.rounds {
             let spec = self.config.worker.primary.clone();
-            let peak = on_compute_thread(move || Ok(matmul_gflops(&spec)?)).await?;
-            output::note(format_args!("round {round}: matrix product {peak:.0} GFLOPS"));
-            peaks.push(peak);
+            let ceiling = on_compute_thread(move || Ok(Ceilings::measure(&spec)?)).await?;
+            let Ceilings { gflops, gbs } = ceiling;
+            output::note(format_args!("round {round}: matrix product {gflops:.0} GFLOPS, reading {gbs:.0} GB/s"));
+            ceilings.push(ceiling);
             let count = runs.len();
             let first = random.below(count);
             for turn in 0..count {
@@ -238,7 +237,7 @@ impl Bench {
                 runs.answers.push(answer);
             }
         }
-        Ok(Measured { runs, encode_seconds, order, peaks })
+        Ok(Measured { runs, encode_seconds, order, ceilings, peak_rss_mb })
     }
 
     /// A run counts only if the prompt has the promised lengths and its chunks came from the cache.

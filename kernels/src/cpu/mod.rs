@@ -10,6 +10,7 @@ pub(crate) mod number;
 pub(crate) mod panels;
 pub(crate) mod place;
 pub(crate) mod product;
+pub(crate) mod read;
 pub(crate) mod rope;
 mod tile;
 mod vectors;

@@ -41,7 +41,7 @@ macro_rules! tile_kernel {
             pub(crate) const BY_LANE: bool = VECTORS == 1;
             type Group = [V; VECTORS];
 
-            use super::vectors::$operations::{V, add, exp2, fma, load, max, mul, splat, store, sub, zero};
+            use super::vectors::$operations::{V, add, exp2, fma, load, max, mul, splat, splat_at, store, sub, zero};
 
             #[inline]
             $(#[target_feature(enable = $feature)])?
@@ -85,7 +85,7 @@ macro_rules! tile_kernel {
                     for number in 0..HEAD_DIM_STEP {
                         let query = load_group(&query[number * LANES..]);
                         for key in 0..N {
-                            let value = splat(rows[key][number]);
+                            let value = splat_at(&rows[key][number]);
                             for vector in 0..VECTORS {
                                 sums[key][vector] = fma(query[vector], value, sums[key][vector]);
                             }
@@ -269,7 +269,7 @@ macro_rules! tile_kernel {
                         let values = &values[..NUMBERS];
                         let weights = load_group(weights);
                         for number in 0..NUMBERS {
-                            let value = splat(values[number]);
+                            let value = splat_at(&values[number]);
                             for vector in 0..VECTORS {
                                 sums[number][vector] = fma(weights[vector], value, sums[number][vector]);
                             }

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use kvsplice_kernels::Isa;
 use kvsplice_kernels::activation::silu_mul;
 use kvsplice_kernels::attention::{Sequence, View, attend, attend_with, ragged_causal, tiled};
+use kvsplice_kernels::memory::read;
 use kvsplice_kernels::norm::rms_norm;
 use kvsplice_kernels::place::{Encoding, Stored, place};
 use kvsplice_kernels::product::{FEW_ROWS, Panels, Plus, few_rows};
@@ -13,7 +14,7 @@ use kvsplice_kernels::quantize::{self, Format, Shape};
 use kvsplice_kernels::rope::RopeTable;
 use tch::{Device, Kind, Tensor};
 
-use super::{PRODUCTS, READ_WIDTH};
+use super::PRODUCTS;
 use crate::Error;
 
 /// Keys of the attention and of the decode figures.
@@ -229,12 +230,11 @@ fn attention(add: &mut impl FnMut(&str, Work, Run)) -> Result<(), Error> {
 
 /// The ceilings of what is bound by memory: reading, and copying.
 fn memory(add: &mut impl FnMut(&str, Work, Run)) -> Result<(), Error> {
-    let numbers: i64 = 128 << 20;
-    let data = ones(&[numbers])?;
-    let bytes = 4.0 * numbers as f64;
-    let (matrix, vector) = (data.f_view([-1, READ_WIDTH])?, ones(&[READ_WIDTH])?);
-    add("read", Work::Bytes(bytes), Box::new(move || timed(|| Ok(matrix.f_mv(&vector)?))));
-    let half = numbers / 2;
+    let count: i64 = 128 << 20;
+    let (numbers, data) = (vec![1f32; count as usize], ones(&[count])?);
+    let bytes = 4.0 * count as f64;
+    add("read", Work::Bytes(bytes), Box::new(move || timed(|| Ok(std::hint::black_box(read(&numbers))))));
+    let half = count / 2;
     let copy = move || {
         let (from, mut to) = (data.f_narrow(0, 0, half)?, data.f_narrow(0, half, half)?);
         timed(|| Ok(to.f_copy_(&from)?))

@@ -12,14 +12,12 @@ use crate::receipt::Stages;
 use crate::stats::median;
 
 impl Bench {
-    pub(super) fn report(
-        &self,
-        measured: &Measured,
-        bandwidth_gbs: f64,
-    ) -> anyhow::Result<Map<String, serde_json::Value>> {
-        let Measured { runs, encode_seconds, order, peaks } = measured;
+    pub(super) fn report(&self, measured: &Measured) -> anyhow::Result<Map<String, serde_json::Value>> {
+        let Measured { runs, encode_seconds, order, ceilings, peak_rss_mb } = measured;
         let shape = &self.models.primary.config;
-        let peak_gflops = median(peaks.iter().copied());
+        let peaks: Vec<f64> = ceilings.iter().map(|ceilings| ceilings.gflops).collect();
+        let bandwidths: Vec<f64> = ceilings.iter().map(|ceilings| ceilings.gbs).collect();
+        let (peak_gflops, bandwidth_gbs) = (median(peaks.iter().copied()), median(bandwidths.iter().copied()));
         let peak = peak_gflops * 1e9;
         let prefix = self.prefix_ids()?.len() as f64;
         let (mut ttft, mut spread, mut rows, mut share, mut stages) =
@@ -82,11 +80,13 @@ impl Bench {
             "rows": rows,
             "stages_ms": stages,
             "matmul_peak_gflops": peak_gflops,
-            "matmul_peak_spread_gflops": range(peaks),
+            "matmul_peak_spread_gflops": range(&peaks),
             "order": order,
             "share_of_peak": share,
             "itl_ms": itl_ms,
             "read_bandwidth_gbs": bandwidth_gbs,
+            "read_bandwidth_spread_gbs": range(&bandwidths),
+            "peak_rss_mb": peak_rss_mb,
             "weight_bytes": weight_bytes,
             "itl_over_bound": itl_ms / bound_ms,
             "encode_tokens_per_s": ENCODE_TOKENS as f64 / encode_seconds,
