@@ -60,6 +60,18 @@ pub(crate) fn floats<'a>(op: &'static str, bytes: &'a [u8]) -> Result<&'a [f32],
     }
 }
 
+/// Numbers as f32 that have their bits. Fails unless they begin at a multiple of 4 bytes and fill it.
+pub(crate) fn words<'a, T: Element>(op: &'static str, numbers: &'a [T]) -> Result<&'a [f32], Error> {
+    // SAFETY: numbers have no padding, and every pattern of bits is an f32.
+    match unsafe { numbers.align_to::<f32>() } {
+        (&[], words, &[]) => Ok(words),
+        _ => Err(argument(
+            op,
+            format!("{} numbers at {:p} do not fill words of 4 bytes", numbers.len(), numbers.as_ptr()),
+        )),
+    }
+}
+
 /// The numbers of `[rows, heads, head_dim]`, whose rows may lie apart but are each contiguous, and how far apart.
 pub(crate) fn rows<'a, T: Element>(op: &'static str, tensor: &'a Tensor) -> Result<(&'a [T], usize), Error> {
     let (rows, heads, dim) = tensor.size3()?;

@@ -1,12 +1,12 @@
 //! A layer's weight matrices, in the order that the device's products read them in.
 //!
-//! f32 on the CPU: panels of this project's own product. Else: rows, as stored, for the library's; of bf16 on the CPU
-//! few rows are multiplied by a kernel that reads each weight once.
+//! On the CPU: panels of this project's own product. Else, and in bf16 on a CPU with AMX: rows, as stored, for the library's;
+//! there, few rows are multiplied by a kernel that reads each weight once.
 
 use kvsplice_kernels::activation::silu_mul;
 use kvsplice_kernels::cuda::computes;
 use kvsplice_kernels::cuda::elementwise::gated;
-use kvsplice_kernels::product::{FEW_ROWS, Panels, Plus, few_rows};
+use kvsplice_kernels::product::{self, FEW_ROWS, Panels, Plus, few_rows};
 use tch::{Device, Kind, Tensor};
 
 use crate::Error;
@@ -24,25 +24,21 @@ pub(crate) fn fused(kind: Kind, device: Device, width: i64) -> bool {
 pub(crate) enum Matrix {
     /// As stored.
     Rows(Tensor),
-    /// As the CPU's product in f32 reads it.
+    /// As the CPU's own product reads it.
     Panels(Panels),
 }
 
 impl Matrix {
     pub(crate) fn new(weight: &Tensor, kind: Kind, device: Device) -> Result<Self, Error> {
         let weight = weight.f_to_device(device)?.f_to_kind(kind)?;
-        Ok(if in_panels(kind, device) {
-            Self::Panels(Panels::new(&weight.f_contiguous()?)?)
-        } else {
-            Self::Rows(weight)
-        })
+        Ok(if in_panels(&weight) { Self::Panels(Panels::new(&weight.f_contiguous()?)?) } else { Self::Rows(weight) })
     }
 
     /// rows · matrixᵀ + bias: `[rows, in]` → `[rows, out]`.
     pub(crate) fn product(&self, rows: &Tensor, bias: Option<&Tensor>) -> Result<Tensor, Error> {
         match self {
             Self::Panels(panels) => Ok(panels.product(rows, bias.map_or(Plus::Nothing, Plus::Bias))?),
-            Self::Rows(weight) => product(rows, weight, bias),
+            Self::Rows(weight) => of_rows(rows, weight, bias),
         }
     }
 
@@ -50,7 +46,7 @@ impl Matrix {
     pub(crate) fn sum(&self, rows: &Tensor, other: &Tensor) -> Result<Tensor, Error> {
         match self {
             Self::Panels(panels) => Ok(panels.product(rows, Plus::Rows(other))?),
-            Self::Rows(weight) => Ok(product(rows, weight, None)?.f_add_(other)?),
+            Self::Rows(weight) => Ok(of_rows(rows, weight, None)?.f_add_(other)?),
         }
     }
 }
@@ -66,11 +62,13 @@ pub(crate) enum Gates {
 
 impl Gates {
     pub(crate) fn new(gate: &Tensor, up: &Tensor, kind: Kind, device: Device) -> Result<Self, Error> {
-        if !in_panels(kind, device) {
-            return Ok(Self::Rows(Tensor::f_cat(&[gate, up], 0)?.f_to_device(device)?.f_to_kind(kind)?));
-        }
-        let convert = |tensor: &Tensor| tensor.f_to_kind(kind)?.f_contiguous();
-        Ok(Self::Panels(Panels::gated(&convert(gate)?, &convert(up)?)?))
+        let convert = |tensor: &Tensor| tensor.f_to_device(device)?.f_to_kind(kind)?.f_contiguous();
+        let (gate, up) = (convert(gate)?, convert(up)?);
+        Ok(if in_panels(&gate) {
+            Self::Panels(Panels::gated(&gate, &up)?)
+        } else {
+            Self::Rows(Tensor::f_cat(&[gate, up], 0)?)
+        })
     }
 
     /// silu(rows · gateᵀ) · (rows · upᵀ): `[rows, hidden]` → `[rows, intermediate]`.
@@ -78,7 +76,7 @@ impl Gates {
         match self {
             Self::Panels(panels) => Ok(panels.product(rows, Plus::Nothing)?),
             Self::Rows(weight) => {
-                let both = product(rows, weight, None)?;
+                let both = of_rows(rows, weight, None)?;
                 let width = weight.size()[0] / 2;
                 Ok(if fused(weight.kind(), weight.device(), width) { gated(&both)? } else { silu_mul(both)? })
             }
@@ -86,12 +84,12 @@ impl Gates {
     }
 }
 
-fn in_panels(kind: Kind, device: Device) -> bool {
-    kind == Kind::Float && device == Device::Cpu
+fn in_panels(weight: &Tensor) -> bool {
+    weight.device() == Device::Cpu && product::in_panels(weight.kind(), weight.size().last().copied().unwrap_or(0))
 }
 
 /// rows · weightᵀ + bias. `rows`: `[rows, in]`, `weight`: `[out, in]`.
-fn product(rows: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor, Error> {
+fn of_rows(rows: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor, Error> {
     if rows.device() != Device::Cpu || rows.size()[0] > FEW_ROWS {
         return Ok(rows.f_linear(weight, bias)?);
     }

@@ -5,7 +5,7 @@ pub mod kernels;
 use std::time::{Duration, Instant};
 
 use kvsplice_kernels::memory::read;
-use kvsplice_kernels::product::{Panels, Plus};
+use kvsplice_kernels::product::{Panels, Plus, in_panels};
 use tch::{Device, Tensor};
 
 use crate::{Dtype, Error};
@@ -32,7 +32,7 @@ const PRODUCTS: [(i64, i64, i64); 4] = [(1024, 896, 1152), (1024, 896, 9728), (2
 /// How long each ceiling is measured.
 const SPAN: Duration = Duration::from_secs(1);
 
-/// GFLOPS of a matrix product in `dtype`, sustained: at the best of some shapes, the library's or, in f32, the kernels' own,
+/// GFLOPS of a matrix product in `dtype`, sustained: at the best of some shapes, the library's or the kernels' own,
 /// whichever is faster on this CPU.
 pub fn matmul_gflops(dtype: Dtype) -> Result<f64, Error> {
     let none: Option<Tensor> = None;
@@ -41,7 +41,7 @@ pub fn matmul_gflops(dtype: Dtype) -> Result<f64, Error> {
         let left = Tensor::f_ones([rows, inner], (dtype.kind(), Device::Cpu))?;
         let right = Tensor::f_ones([columns, inner], (dtype.kind(), Device::Cpu))?;
         let mut seconds = sustained(SPAN, || Ok(left.f_linear(&right, none.as_ref())?))?;
-        if dtype == Dtype::F32 {
+        if in_panels(dtype.kind(), inner) {
             let panels = Panels::new(&right)?;
             seconds = seconds.min(sustained(SPAN, || Ok(panels.product(&left, Plus::Nothing)?))?);
         }

@@ -7,6 +7,8 @@ pub(crate) trait Number: Copy + Send + Sync + Default + 'static {
     fn to_f32(self) -> f32;
     /// Rounds to nearest, ties to even.
     fn from_f32(value: f32) -> Self;
+    /// How many of them a product takes in one step: as many as an f32 has room for.
+    const STEP: usize;
     /// The same numbers, with their type.
     fn typed(numbers: &[Self]) -> Typed<'_>;
 }
@@ -19,6 +21,8 @@ pub(crate) enum Typed<'a> {
 }
 
 impl Number for f32 {
+    const STEP: usize = 1;
+
     #[inline(always)]
     fn to_f32(self) -> f32 {
         self
@@ -36,6 +40,8 @@ impl Number for f32 {
 }
 
 impl Number for bf16 {
+    const STEP: usize = 2;
+
     #[inline(always)]
     fn to_f32(self) -> f32 {
         f32::from_bits(u32::from(self.to_bits()) << 16)

@@ -4,6 +4,9 @@
 //! A panel is 32 outputs, `[inner][32]`. Rows are packed into strips, `[depth][16]`, and a strip times a panel is a tile
 //! whose sums stay in registers. A sum is one chain of multiply-adds along the inner size, whatever the rows, tasks and
 //! threads: a row's bits do not depend on the rows beside it. One body, three instruction sets, as in [`super::tile`].
+//!
+//! What is multiplied in one step takes 32 bits: an f32, or two neighbours of bf16. Both are carried as f32 here, as both are
+//! moved about in the same way; only the multiply-add looks into them. Sums are f32.
 
 mod plan;
 
@@ -14,7 +17,7 @@ use plan::{Part, Plan};
 
 use super::activation::silu;
 use super::isa::Isa;
-use super::number::Target;
+use super::number::{Number, Target};
 use crate::parallel;
 
 /// Outputs a panel.
@@ -36,18 +39,18 @@ const AHEAD: usize = 1024;
 
 /// Where a product goes.
 #[derive(Clone, Copy)]
-pub(crate) enum Finish<'a> {
+pub(crate) enum Finish<'a, T> {
     /// Written with this bias, `[outputs]` or empty.
-    Bias(&'a [f32]),
+    Bias(&'a [T]),
     /// Written with these numbers, `[count, width]`, added.
-    Sum(&'a [f32]),
+    Sum(&'a [T]),
     /// Panels are of pairs: silu(gate) · up is written.
     Gated,
 }
 
-/// rows · matrixᵀ.
-pub(crate) struct Call<'a> {
-    /// `[count]` rows of `inner` numbers, `stride` apart.
+/// rows · matrixᵀ of numbers `T`, counted in steps: of one f32, or of two bf16.
+pub(crate) struct Call<'a, T> {
+    /// `[count]` rows of `inner` steps, `stride` apart.
     pub(crate) rows: &'a [f32],
     pub(crate) count: usize,
     pub(crate) stride: usize,
@@ -57,10 +60,10 @@ pub(crate) struct Call<'a> {
     pub(crate) panels: &'a [f32],
     /// Numbers of a row of the result.
     pub(crate) width: usize,
-    pub(crate) finish: Finish<'a>,
+    pub(crate) finish: Finish<'a, T>,
 }
 
-/// Brings `[outputs, inner]` into panels. What lies behind the last output is 0.
+/// Brings `[outputs, inner]` steps into panels. What lies behind the last output is 0.
 pub(crate) fn pack(matrix: &[f32], inner: usize, to: &mut [f32]) {
     pack_rows(to, inner, |panel, lane| {
         let output = panel * PANEL + lane;
@@ -68,7 +71,7 @@ pub(crate) fn pack(matrix: &[f32], inner: usize, to: &mut [f32]) {
     });
 }
 
-/// Brings gates and ups, `[width, inner]` each, into panels of pairs.
+/// Brings gates and ups, `[width, inner]` steps each, into panels of pairs.
 pub(crate) fn pack_pairs(gate: &[f32], up: &[f32], inner: usize, to: &mut [f32]) {
     pack_rows(to, inner, |panel, lane| {
         let output = panel * PAIRS + lane % PAIRS;
@@ -95,39 +98,93 @@ fn pack_rows<'a>(to: &mut [f32], inner: usize, row: impl Fn(usize, usize) -> Opt
 }
 
 /// Computes `call` into `to`, `[count, width]`.
-pub(crate) fn product(isa: Isa, call: &Call<'_>, to: &mut [f32]) {
+pub(crate) fn product<T: Number>(isa: Isa, call: &Call<'_, T>, to: &mut [T]) {
     if call.count == 0 || call.width == 0 {
         return;
     }
-    let isa = isa.or_best();
-    let height = match isa {
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => avx512::ROWS,
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => avx2::ROWS,
-        Isa::Portable => portable::ROWS,
-    };
-    let plan = Plan::new(call, height);
+    let kernel = Kernel::of(isa.or_best(), T::STEP > 1);
+    let plan = Plan::new(call, kernel.rows());
     let target = Target::new(to);
     parallel::for_each_with(plan.parts.len(), Borrowed::new, |Borrowed(scratch), index| {
         let task = Task { call, plan: &plan, part: &plan.parts[index], to: &target };
-        match isa {
-            #[cfg(target_arch = "x86_64")]
-            // SAFETY: `or_best` gives what this CPU has.
-            Isa::Avx512 => unsafe { avx512::run(&task, scratch) },
-            #[cfg(target_arch = "x86_64")]
-            // SAFETY: as above.
-            Isa::Avx2 => unsafe { avx2::run(&task, scratch) },
-            Isa::Portable => portable::run(&task, scratch),
-        }
+        kernel.run(&task, scratch);
     });
 }
 
-struct Task<'a> {
-    call: &'a Call<'a>,
+/// The code for an instruction set and a type of number.
+#[derive(Clone, Copy)]
+enum Kernel {
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+    #[cfg(target_arch = "x86_64")]
+    Avx512Pairs,
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    #[cfg(target_arch = "x86_64")]
+    Avx2Pairs,
+    Portable,
+    PortablePairs,
+}
+
+impl Kernel {
+    /// `isa` must be one that this CPU has.
+    fn of(isa: Isa, pairs: bool) -> Self {
+        match isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 if !pairs => Self::Avx512,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 if is_x86_feature_detected!("avx512bf16") => Self::Avx512Pairs,
+            // AVX-512F includes AVX2 and FMA.
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 | Isa::Avx2 if pairs => Self::Avx2Pairs,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 | Isa::Avx2 => Self::Avx2,
+            Isa::Portable if pairs => Self::PortablePairs,
+            Isa::Portable => Self::Portable,
+        }
+    }
+
+    /// Rows of a strip.
+    fn rows(self) -> usize {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => avx512::ROWS,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Pairs => avx512_pairs::ROWS,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => avx2::ROWS,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2Pairs => avx2_pairs::ROWS,
+            Self::Portable => portable::ROWS,
+            Self::PortablePairs => portable_pairs::ROWS,
+        }
+    }
+
+    fn run<T: Number>(self, task: &Task<'_, T>, scratch: &mut Scratch) {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: `of` gives what this CPU has; so below.
+            Self::Avx512 => unsafe { avx512::run(task, scratch) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as above.
+            Self::Avx512Pairs => unsafe { avx512_pairs::run(task, scratch) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as above.
+            Self::Avx2 => unsafe { avx2::run(task, scratch) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as above.
+            Self::Avx2Pairs => unsafe { avx2_pairs::run(task, scratch) },
+            Self::Portable => portable::run(task, scratch),
+            Self::PortablePairs => portable_pairs::run(task, scratch),
+        }
+    }
+}
+
+struct Task<'a, T> {
+    call: &'a Call<'a, T>,
     plan: &'a Plan,
     part: &'a Part,
-    to: &'a Target<f32>,
+    to: &'a Target<T>,
 }
 
 thread_local! {
@@ -161,7 +218,7 @@ impl Drop for Borrowed {
     }
 }
 
-impl Task<'_> {
+impl<T: Number> Task<'_, T> {
     /// The first and the last row, exclusive, of a strip of this block; none for strips behind the last row.
     fn rows(&self, strip: usize) -> Range<usize> {
         let first = (self.part.block * self.plan.strips + strip) * self.plan.height;
@@ -178,21 +235,25 @@ impl Task<'_> {
             // SAFETY: row < count and first + count ≤ width, in `[count, width]`; these numbers are this task's alone.
             let to = unsafe { self.to.part(row * self.call.width + first, count) };
             match self.call.finish {
-                Finish::Bias([]) => to.copy_from_slice(&sums[..count]),
+                Finish::Bias([]) => {
+                    for (to, sum) in to.iter_mut().zip(sums) {
+                        *to = T::from_f32(*sum);
+                    }
+                }
                 Finish::Bias(bias) => {
                     for ((to, sum), bias) in to.iter_mut().zip(sums).zip(&bias[first..]) {
-                        *to = sum + bias;
+                        *to = T::from_f32(sum + bias.to_f32());
                     }
                 }
                 Finish::Sum(other) => {
                     for ((to, sum), other) in to.iter_mut().zip(sums).zip(&other[row * self.call.width + first..]) {
-                        *to = other + sum;
+                        *to = T::from_f32(other.to_f32() + sum);
                     }
                 }
                 Finish::Gated => {
                     let (gates, ups) = sums.split_at(PAIRS);
                     for ((to, gate), up) in to.iter_mut().zip(gates).zip(ups) {
-                        *to = silu(*gate) * up;
+                        *to = T::from_f32(silu(*gate) * up);
                     }
                 }
             }
@@ -205,17 +266,17 @@ macro_rules! panels_kernel {
         mod $module {
             use super::super::vectors::$module::{V, fma, load, splat, store, transpose, zero};
             use super::super::vectors::fetch;
-            use super::{AHEAD, FEW, LINE, LINES, PANEL, STRIDE, STRIP, Scratch, Task};
+            use super::{AHEAD, FEW, LINE, LINES, Number, PANEL, STRIDE, STRIP, Scratch, Task};
 
             /// Rows a strip: with two vectors each, their sums fill the registers.
             pub(super) const ROWS: usize = $rows;
             const VECTORS: usize = 2;
-            /// Outputs at once.
-            const COLUMNS: usize = VECTORS * $width;
+            /// Vectors of a panel: few rows go through all of them at once, and so through memory as it lies.
+            const ALL: usize = PANEL / $width;
 
             /// Every tile of a task.
             $(#[target_feature(enable = $feature)])?
-            pub(super) fn run(task: &Task<'_>, scratch: &mut Scratch) {
+            pub(super) fn run<T: Number>(task: &Task<'_, T>, scratch: &mut Scratch) {
                 let (call, plan) = (task.call, task.plan);
                 let panels = &task.part.panels;
                 let tile = ROWS * PANEL;
@@ -234,9 +295,6 @@ macro_rules! panels_kernel {
                             }
                             let at = if plan.depths > 1 { place * plan.strips + strip } else { 0 };
                             let sums = &mut scratch.sums[at * tile..(at + 1) * tile];
-                            if from == 0 {
-                                sums.fill(0.0);
-                            }
                             // One strip asks for what comes next in its panel; several ask for the next panel, in turns.
                             let (ahead, lines) = match plan.strips {
                                 1 => (start + AHEAD, LINES),
@@ -247,8 +305,11 @@ macro_rules! panels_kernel {
                                 }
                             };
                             match rows.len() {
-                                $(0..=$fewer => multiply::<$fewer>(packed, numbers, sums, (call.panels, ahead, lines)),)*
-                                _ => multiply::<ROWS>(packed, numbers, sums, (call.panels, ahead, lines)),
+                                $(0..=$fewer => {
+                                    const AT_ONCE: usize = if $fewer * ALL < ROWS * VECTORS { ALL } else { VECTORS };
+                                    multiply::<$fewer, AT_ONCE>(packed, numbers, sums, from > 0, (call.panels, ahead, lines));
+                                })*
+                                _ => multiply::<ROWS, VECTORS>(packed, numbers, sums, from > 0, (call.panels, ahead, lines)),
                             }
                             if from + depth == call.inner {
                                 task.finish(rows, panel, sums);
@@ -260,7 +321,7 @@ macro_rules! panels_kernel {
 
             /// Packs the strips of the task's block for steps `from..from + depth`, unless this thread has just done so.
             $(#[target_feature(enable = $feature)])?
-            fn pack(task: &Task<'_>, from: usize, depth: usize, scratch: &mut Scratch) {
+            fn pack<T: Number>(task: &Task<'_, T>, from: usize, depth: usize, scratch: &mut Scratch) {
                 if scratch.packed == Some((task.part.block, from)) {
                     return;
                 }
@@ -290,19 +351,22 @@ macro_rules! panels_kernel {
                 }
             }
 
-            /// sums += strip · panel. `ahead`: asks for so many lines of these numbers from a place on, every few steps.
+            /// sums = strip · panel, plus sums if it goes `on`. `ahead`: asks for so many lines of these numbers from a place on, every few steps.
             $(#[target_feature(enable = $feature)])?
-            fn multiply<const ROWS: usize>(
+            fn multiply<const ROWS: usize, const VECTORS: usize>(
                 strip: &[f32],
                 panel: &[f32],
                 sums: &mut [f32],
+                on: bool,
                 ahead: (&[f32], usize, usize),
             ) {
-                for column in (0..PANEL).step_by(COLUMNS) {
+                for column in (0..PANEL).step_by(VECTORS * $width) {
                     let mut held = [[zero(); VECTORS]; ROWS];
-                    for row in 0..ROWS {
-                        for vector in 0..VECTORS {
-                            held[row][vector] = load(&sums[row * PANEL + column + vector * $width..]);
+                    if on {
+                        for row in 0..ROWS {
+                            for vector in 0..VECTORS {
+                                held[row][vector] = load(&sums[row * PANEL + column + vector * $width..]);
+                            }
                         }
                     }
                     let (numbers, mut place, lines) = ahead;
@@ -315,12 +379,12 @@ macro_rules! panels_kernel {
                         place += lines * LINE;
                         for step in 0..STRIDE {
                             let (row, panel) = (&strip[step * STRIP..], &panel[step * PANEL + column..]);
-                            step_of::<ROWS>(&mut held, row, panel);
+                            step_of::<ROWS, VECTORS>(&mut held, row, panel);
                         }
                     }
                     let rest = strips.remainder().chunks_exact(STRIP).zip(panels.remainder().chunks_exact(PANEL));
                     for (strip, panel) in rest {
-                        step_of::<ROWS>(&mut held, strip, &panel[column..]);
+                        step_of::<ROWS, VECTORS>(&mut held, strip, &panel[column..]);
                     }
                     for row in 0..ROWS {
                         for vector in 0..VECTORS {
@@ -333,7 +397,11 @@ macro_rules! panels_kernel {
             /// One step along the inner size.
             #[inline]
             $(#[target_feature(enable = $feature)])?
-            fn step_of<const ROWS: usize>(held: &mut [[V; VECTORS]; ROWS], strip: &[f32], panel: &[f32]) {
+            fn step_of<const ROWS: usize, const VECTORS: usize>(
+                held: &mut [[V; VECTORS]; ROWS],
+                strip: &[f32],
+                panel: &[f32],
+            ) {
                 let strip = &strip[..STRIP];
                 let mut numbers = [zero(); VECTORS];
                 for vector in 0..VECTORS {
@@ -353,8 +421,14 @@ macro_rules! panels_kernel {
 #[cfg(target_arch = "x86_64")]
 panels_kernel!(avx512, "avx512f", 16, 14, [1, 2, 4, 8]);
 #[cfg(target_arch = "x86_64")]
+panels_kernel!(avx512_pairs, "avx512f,avx512bf16", 16, 14, [1, 2, 4, 8]);
+#[cfg(target_arch = "x86_64")]
 panels_kernel!(avx2, "avx2,fma", 8, 6, [1, 2, 4]);
+// The halves of pairs take registers of their own.
+#[cfg(target_arch = "x86_64")]
+panels_kernel!(avx2_pairs, "avx2,fma", 8, 4, [1, 2]);
 panels_kernel!(portable, , 4, 4, [1, 2]);
+panels_kernel!(portable_pairs, , 4, 4, [1, 2]);
 
 #[cfg(test)]
 mod tests;

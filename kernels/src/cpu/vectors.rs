@@ -1,4 +1,5 @@
-//! Vectors of f32 of three instruction sets, with the same operations.
+//! Vectors of f32 of three instruction sets, with the same operations; and the same for products of pairs of bf16, each in the
+//! place of an f32.
 
 /// Coefficients of 2^x on ±1/2, of the powers 1 to 5; that of 0 is 1. Fitted for the least relative error (Remez), which is 2⁻²² with the
 /// rounding of every step.
@@ -324,5 +325,50 @@ pub(super) mod portable {
     #[inline(always)]
     pub(crate) fn transpose(rows: [V; 4]) -> [V; 4] {
         std::array::from_fn(|column| rows.map(|row| row[column]))
+    }
+}
+
+/// Pairs of bf16: `fma` adds both products of a pair, the second one first, as AVX-512-BF16 does.
+#[cfg(target_arch = "x86_64")]
+pub(super) mod avx512_pairs {
+    pub(crate) use super::avx512::{V, load, splat, store, transpose, zero};
+    use std::arch::x86_64::*;
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bf16")]
+    pub(crate) fn fma(a: V, b: V, c: V) -> V {
+        let pairs = |vector| {
+            // SAFETY: both are 64 bytes, and every pattern of bits is one of either.
+            unsafe { std::mem::transmute::<__m512, __m512bh>(vector) }
+        };
+        _mm512_dpbf16_ps(c, pairs(a), pairs(b))
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+pub(super) mod avx2_pairs {
+    pub(crate) use super::avx2::{V, load, splat, store, transpose, zero};
+    use std::arch::x86_64::*;
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    pub(crate) fn fma(a: V, b: V, c: V) -> V {
+        let mask = _mm256_castsi256_ps(_mm256_set1_epi32(0xffff_0000_u32 as i32));
+        let first = |pairs| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_castps_si256(pairs)));
+        let second = _mm256_fmadd_ps(_mm256_and_ps(a, mask), _mm256_and_ps(b, mask), c);
+        _mm256_fmadd_ps(first(a), first(b), second)
+    }
+}
+
+pub(super) mod portable_pairs {
+    pub(crate) use super::portable::{V, load, splat, store, transpose, zero};
+    #[inline(always)]
+    pub(crate) fn fma(a: V, b: V, c: V) -> V {
+        let halves = |pair: f32| {
+            let bits = pair.to_bits();
+            [f32::from_bits(bits << 16), f32::from_bits(bits & 0xffff_0000)]
+        };
+        std::array::from_fn(|lane| {
+            let ([first, second], [other_first, other_second]) = (halves(a[lane]), halves(b[lane]));
+            first * other_first + (second * other_second + c[lane])
+        })
     }
 }

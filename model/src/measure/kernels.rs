@@ -9,7 +9,7 @@ use kvsplice_kernels::attention::{Sequence, View, attend, attend_with, ragged_ca
 use kvsplice_kernels::memory::read;
 use kvsplice_kernels::norm::rms_norm;
 use kvsplice_kernels::place::{Encoding, Stored, place};
-use kvsplice_kernels::product::{FEW_ROWS, Panels, Plus, few_rows};
+use kvsplice_kernels::product::{FEW_ROWS, Panels, Plus, few_rows, in_panels};
 use kvsplice_kernels::quantize::{self, Format, Shape};
 use kvsplice_kernels::rope::RopeTable;
 use tch::{Device, Kind, Tensor};
@@ -340,7 +340,7 @@ fn rows(add: &mut impl FnMut(&str, Work, Run), name: &str, kind: Kind) -> Result
             })
         };
         add(&format!("rows_{count}_{name}"), Work::Bytes(bytes as f64), Box::new(run));
-        if kind == Kind::Float {
+        if in_panels(kind, hidden) {
             let own = weights()?.iter().map(Panels::new).collect::<Result<Vec<_>, _>>()?;
             let own_row = row.shallow_clone();
             let run = move || {

@@ -36,7 +36,7 @@ pub(super) struct Part {
 }
 
 impl Plan {
-    pub(super) fn new(call: &Call<'_>, height: usize) -> Self {
+    pub(super) fn new<T>(call: &Call<'_, T>, height: usize) -> Self {
         let strips = call.count.div_ceil(height);
         let blocks = strips.div_ceil(STRIPS);
         // A single strip is packed once, whatever its length.

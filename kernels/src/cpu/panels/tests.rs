@@ -7,7 +7,7 @@ fn packed(matrix: &[f32], inner: usize) -> Vec<f32> {
     to
 }
 
-fn call<'a>(rows: &'a [f32], panels: &'a [f32], inner: usize, width: usize, finish: Finish<'a>) -> Call<'a> {
+fn call<'a>(rows: &'a [f32], panels: &'a [f32], inner: usize, width: usize, finish: Finish<'a, f32>) -> Call<'a, f32> {
     Call { rows, count: rows.len() / inner, stride: inner, inner, panels, width, finish }
 }
 
@@ -104,4 +104,51 @@ fn rows_may_lie_apart() {
         Call { rows: &wide, count: 5, stride: 33, inner, panels: &panels, width: outputs, finish: Finish::Bias(&[]) };
     product(Isa::best(), &apart, &mut other);
     assert_eq!(one, other);
+}
+
+/// Numbers of bf16, and each two of them as an f32.
+fn halves(random: &mut Random, count: usize) -> (Vec<half::bf16>, Vec<f32>) {
+    let halves: Vec<half::bf16> = numbers(random, count).into_iter().map(half::bf16::from_f32).collect();
+    let pairs = halves.chunks_exact(2).map(|pair| {
+        let [first, second] = [pair[0], pair[1]].map(|half| u32::from(half.to_bits()));
+        f32::from_bits(second << 16 | first)
+    });
+    (halves.clone(), pairs.collect())
+}
+
+#[test]
+fn halves_equal_the_definition_and_have_the_same_bits_in_every_batch() {
+    let sizes = [(1, 1, 1), (3, 49, 5), (8, 1600, 33), (15, 32, 130), (130, 17, 64), (120, 515, 70)];
+    for (seed, (count, steps, outputs)) in sizes.into_iter().enumerate() {
+        println!("seed {seed}");
+        let mut random = Random(seed as u64);
+        let (rows, row_pairs) = halves(&mut random, count * steps * 2);
+        let (matrix, matrix_pairs) = halves(&mut random, outputs * steps * 2);
+        let (bias, _) = halves(&mut random, outputs * 2);
+        let panels = packed(&matrix_pairs, steps);
+        for isa in Isa::available() {
+            let run = |rows: &[f32]| {
+                let finish = Finish::Bias(&bias[..outputs]);
+                let (count, width) = (rows.len() / steps, outputs);
+                let call = Call { rows, count, stride: steps, inner: steps, panels: &panels, width, finish };
+                let mut to = vec![half::bf16::NAN; count * outputs];
+                product(isa, &call, &mut to);
+                to
+            };
+            let all = run(&row_pairs);
+            for (index, found) in all.iter().enumerate() {
+                let (row, output) = (index / outputs, index % outputs);
+                let term = |at: usize| rows[row * steps * 2 + at].to_f64() * matrix[output * steps * 2 + at].to_f64();
+                let terms = (0..steps * 2).map(term).chain([bias[output].to_f64()]);
+                let (sum, size) = terms.fold((0.0, 0.0), |(sum, size), term: f64| (sum + term, size + term.abs()));
+                let error = (found.to_f64() - sum).abs();
+                // The result's rounding, and that of the sums.
+                assert!(error <= sum.abs() / 250.0 + 4e-6 * size, "{isa:?} {index}: {found} for {sum}");
+            }
+            for (first, rows) in [(0, 1), (count - 1, 1), (count / 2, count - count / 2)] {
+                let part = run(&row_pairs[first * steps..(first + rows) * steps]);
+                assert_eq!(part, all[first * outputs..(first + rows) * outputs], "{isa:?} {first} {rows}");
+            }
+        }
+    }
 }
