@@ -59,8 +59,6 @@ struct Lanes {
     lanes: Range<usize>,
     /// Lanes of the kernel.
     width: usize,
-    /// Whether the kernel's output is by lane.
-    by_lane: bool,
     /// The slots that any of them sees.
     slots: Range<usize>,
 }
@@ -68,6 +66,8 @@ struct Lanes {
 /// What a thread keeps from one tile of a call to the next.
 #[derive(Default)]
 struct Own {
+    /// By lane, where its head of the query begins.
+    starts: Vec<usize>,
     /// `[padded head][lanes]`
     query: Vec<f32>,
     /// By lane, the last slot that it sees.
@@ -88,14 +88,24 @@ impl Isa {
         if needed <= narrow { narrow } else { wide }
     }
 
-    /// Whether the output of tiles of so many lanes is by lane.
-    fn by_lane(self, lanes: usize) -> bool {
+    /// Lays heads of the query out by lane, times `scale`: `[padded head][lanes]`. `starts`: where each lane's head begins.
+    pub(super) fn pack<Q: Number>(self, query: &[Q], dim: usize, starts: &[usize], scale: f32, to: &mut Vec<f32>) {
+        // The padding of a head stays 0: all calls of one buffer have one head size.
+        to.resize(padded(dim) * starts.len(), 0.0);
         match self {
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => lanes == avx512_narrow::LANES && avx512_narrow::BY_LANE,
+            // SAFETY: callers have found AVX-512F on this CPU.
+            Isa::Avx512 if starts.len() == avx512::LANES => unsafe { avx512::pack(query, dim, starts, scale, to) },
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => lanes == avx2_narrow::LANES && avx2_narrow::BY_LANE,
-            Isa::Portable => portable::BY_LANE,
+            // SAFETY: as above.
+            Isa::Avx512 => unsafe { avx512_narrow::pack(query, dim, starts, scale, to) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: callers have found AVX2 and FMA on this CPU.
+            Isa::Avx2 if starts.len() == avx2::LANES => unsafe { avx2::pack(query, dim, starts, scale, to) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as above.
+            Isa::Avx2 => unsafe { avx2_narrow::pack(query, dim, starts, scale, to) },
+            Isa::Portable => portable::pack(query, dim, starts, scale, to),
         }
     }
 
@@ -175,13 +185,12 @@ fn lanes<Q, T>(isa: Isa, call: &Call<'_, Q, T>) -> Vec<Lanes> {
     for (sequence, rows) in call.sequences.iter().enumerate() {
         let needed = rows.last.len() * group;
         let width = isa.lanes(needed);
-        let by_lane = isa.by_lane(width);
         for first in (0..needed).step_by(width) {
             let lanes = first..needed.min(first + width);
             let last = rows.last[(lanes.end - 1) / group] as usize;
             for kv_head in 0..call.kv_heads {
                 let (lanes, slots) = (lanes.clone(), call.from..last + 1);
-                all.push(Lanes { sequence, kv_head, row, lanes, width, by_lane, slots });
+                all.push(Lanes { sequence, kv_head, row, lanes, width, slots });
             }
         }
         row += rows.last.len();
@@ -202,7 +211,7 @@ fn part<'a, Q: Number, T: Number>(
     let (rows, dim, width) = (&call.sequences[lanes.sequence], call.head_dim, lanes.width);
     let group = call.heads / call.kv_heads;
     let scale = call.scale * std::f32::consts::LOG2_E;
-    let Own { query, last, scratch } = own;
+    let Own { starts, query, last, scratch } = own;
     scratch.fit(width, dim, call.ends.len());
     last.resize(width, 0);
     // Lanes beyond the last one repeat it and are not written.
@@ -211,7 +220,9 @@ fn part<'a, Q: Number, T: Number>(
         *last = rows.last[at(lane) / group] as i32;
     }
     let start = |at: usize| (lanes.row + at / group) * call.stride + (lanes.kv_head * group + at % group) * dim;
-    pack(call.query, dim, (0..width).map(|lane| start(at(lane))), scale, query);
+    starts.clear();
+    starts.extend((0..width).map(|lane| start(at(lane))));
+    isa.pack(call.query, dim, starts, scale, query);
     let tile = Tile {
         query,
         keys: &rows.keys[lanes.kv_head * dim..],
@@ -228,24 +239,6 @@ fn part<'a, Q: Number, T: Number>(
     scratch
 }
 
-/// Lays heads of the query out by lane, times `scale`: `[padded head][lanes]`. `starts`: where each lane's head begins.
-pub(super) fn pack<Q: Number>(
-    query: &[Q],
-    dim: usize,
-    starts: impl ExactSizeIterator<Item = usize>,
-    scale: f32,
-    to: &mut Vec<f32>,
-) {
-    let width = starts.len();
-    // The padding of a head stays 0: all calls of one buffer have one head size.
-    to.resize(padded(dim) * width, 0.0);
-    for (lane, start) in starts.enumerate() {
-        for (number, value) in query[start..start + dim].iter().enumerate() {
-            to[number * width + lane] = value.to_f32() * scale;
-        }
-    }
-}
-
 struct Output<Q> {
     numbers: Target<Q>,
     sums: Target<f32>,
@@ -255,10 +248,8 @@ impl<Q: Number> Output<Q> {
     /// Merges the parts of some lanes and writes their rows.
     fn write<T>(&self, call: &Call<'_, Q, T>, lanes: &Lanes, parts: &[&Part], sums: &[f32]) {
         let (dim, width, ends) = (call.head_dim, lanes.width, call.ends.len());
-        let group = call.heads / call.kv_heads;
-        // From one number, and from one lane, to the next.
-        let (number_step, lane_step) = if lanes.by_lane { (1, padded(dim)) } else { (width, 1) };
-        let mut weights = vec![0f32; parts.len()];
+        let (group, padded) = (call.heads / call.kv_heads, padded(dim));
+        let (mut weights, mut merged) = (vec![0f32; parts.len()], vec![0f32; dim]);
         for (lane, at) in lanes.lanes.clone().enumerate() {
             let greatest = parts.iter().fold(f32::MIN, |greatest, part| greatest.max(part.greatest[lane]));
             let mut total = 0.0;
@@ -273,12 +264,14 @@ impl<Q: Number> Output<Q> {
             // SAFETY: `head` is below rows · heads, and `attend` has checked the lengths; each row's head belongs to one
             // lane of one tile.
             let (to, to_sums) = unsafe { (self.numbers.part(head * dim, dim), self.sums.part(head * ends, ends)) };
-            for (number, to) in to.iter_mut().enumerate() {
-                let mut sum = 0.0;
-                for (weight, part) in weights.iter().zip(parts) {
-                    sum += weight * part.output[number * number_step + lane * lane_step];
+            merged.fill(0.0);
+            for (weight, part) in weights.iter().zip(parts) {
+                for (sum, number) in merged.iter_mut().zip(&part.output[lane * padded..]) {
+                    *sum += weight * number;
                 }
-                *to = Q::from_f32(sum);
+            }
+            for (to, sum) in to.iter_mut().zip(&merged) {
+                *to = Q::from_f32(*sum);
             }
             for (end, to) in to_sums.iter_mut().enumerate() {
                 *to = sums[end * width + lane] * std::f32::consts::LN_2;

@@ -3,7 +3,6 @@
 
 use std::ops::Range;
 
-use super::attention::pack;
 use super::isa::Isa;
 use super::number::{Number, Target};
 use super::tile::{Masses, Scratch, Tile, portable};
@@ -55,6 +54,8 @@ struct Run {
 /// What a thread keeps from one run to the next.
 #[derive(Default)]
 struct Own {
+    /// By lane, where its head of the query begins.
+    starts: Vec<usize>,
     query: Vec<f32>,
     sums: Vec<f32>,
     scratch: Scratch,
@@ -121,7 +122,7 @@ impl Run {
         let group = call.heads / call.kv_heads;
         let needed = sequence.rows * group;
         let (width, vector) = (isa.lanes(needed), isa.vector());
-        let Own { query, sums, scratch, found } = own;
+        let Own { starts, query, sums, scratch, found } = own;
         scratch.fit(width, dim, 0);
         found.clear();
         found.resize(to.len() * vector, 0.0);
@@ -130,8 +131,9 @@ impl Run {
                 // Lanes beyond the last one repeat it, and weigh nothing.
                 let head = |at: usize| (self.row + at / group, kv_head * group + at % group);
                 let heads = (first..first + width).map(|lane| head(lane.min(needed - 1)));
-                let starts = heads.clone().map(|(row, head)| row * call.stride + head * dim);
-                pack(call.query, dim, starts, call.scale * std::f32::consts::LOG2_E, query);
+                starts.clear();
+                starts.extend(heads.clone().map(|(row, head)| row * call.stride + head * dim));
+                isa.pack(call.query, dim, starts, call.scale * std::f32::consts::LOG2_E, query);
                 sums.clear();
                 sums.extend(heads.map(|(row, head)| call.sums[row * call.heads + head] * std::f32::consts::LOG2_E));
                 sums[needed.min(first + width) - first..].fill(f32::MAX);

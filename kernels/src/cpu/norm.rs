@@ -36,22 +36,25 @@ impl<T: Number> Work for RmsNorm<'_, T> {
     #[inline(always)]
     fn run(self) {
         let width = self.weight.len();
+        let mut wide = vec![0f32; width];
         for (row, to) in self.rows.chunks_exact(width).zip(self.to.chunks_exact_mut(width)) {
+            for (wide, number) in wide.iter_mut().zip(row) {
+                *wide = number.to_f32();
+            }
             let mut sums = [0f32; LANES];
-            let blocks = row.chunks_exact(LANES);
-            let rest = blocks.remainder();
+            let (blocks, rest) = wide.as_chunks::<LANES>();
             for block in blocks {
                 for (sum, number) in sums.iter_mut().zip(block) {
-                    *sum += number.to_f32() * number.to_f32();
+                    *sum += number * number;
                 }
             }
             for (sum, number) in sums.iter_mut().zip(rest) {
-                *sum += number.to_f32() * number.to_f32();
+                *sum += number * number;
             }
             let mean = sums.iter().sum::<f32>() / width as f32;
             let scale = 1.0 / (mean + self.epsilon).sqrt();
-            for ((to, number), weight) in to.iter_mut().zip(row).zip(self.weight) {
-                *to = T::from_f32(number.to_f32() * scale * weight.to_f32());
+            for ((to, number), weight) in to.iter_mut().zip(&wide).zip(self.weight) {
+                *to = T::from_f32(number * scale * weight.to_f32());
             }
         }
     }

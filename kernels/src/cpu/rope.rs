@@ -22,19 +22,36 @@ impl<'a> Angles<'a> {
     }
 }
 
+/// Numbers that are rotated at once: half a head is too short for the loops that the compiler makes of its own accord.
+const LANES: usize = 16;
+
 /// Rotates the heads of one row. `cos`, `sin`: half a head each.
 #[inline(always)]
 pub(crate) fn rotate_row<S: Number, T: Number>(heads: &[S], cos: &[f32], sin: &[f32], to: &mut [T]) {
     let half = cos.len();
+    let whole = half - half % LANES;
     for (from, to) in heads.chunks_exact(2 * half).zip(to.chunks_exact_mut(2 * half)) {
         let (first, second) = from.split_at(half);
         let (to_first, to_second) = to.split_at_mut(half);
-        for index in 0..half {
-            let (a, b) = (first[index].to_f32(), second[index].to_f32());
-            to_first[index] = T::from_f32(a * cos[index] - b * sin[index]);
-            to_second[index] = T::from_f32(b * cos[index] + a * sin[index]);
+        for at in (0..whole).step_by(LANES) {
+            let part = at..at + LANES;
+            let (to_first, to_second) = (&mut to_first[part.clone()], &mut to_second[part.clone()]);
+            let (first, second) = (&first[part.clone()], &second[part.clone()]);
+            let (cos, sin) = (&cos[part.clone()], &sin[part]);
+            for index in 0..LANES {
+                [to_first[index], to_second[index]] = rotated(first[index], second[index], cos[index], sin[index]);
+            }
+        }
+        for index in whole..half {
+            [to_first[index], to_second[index]] = rotated(first[index], second[index], cos[index], sin[index]);
         }
     }
+}
+
+#[inline(always)]
+fn rotated<S: Number, T: Number>(first: S, second: S, cos: f32, sin: f32) -> [T; 2] {
+    let (a, b) = (first.to_f32(), second.to_f32());
+    [T::from_f32(a * cos - b * sin), T::from_f32(b * cos + a * sin)]
 }
 
 /// Rotates `rows` rows of `width` numbers, which start `stride` numbers apart, into `to`, `[rows, width]`. The caller

@@ -11,7 +11,7 @@ mod job;
 
 pub(super) use job::{Masses, Part, Scratch, Tile, padded};
 
-use super::number::Number;
+use super::number::{Number, Typed};
 use super::{by_lane, vectors};
 
 /// Keys a block: those of one block of a sequence's KV.
@@ -27,7 +27,7 @@ const HEAD_DIM_STEP: usize = 16;
 macro_rules! tile_kernel {
     ($module:ident, $($feature:literal)?, $width:literal, $vectors:literal, $keys:literal, $numbers:literal, $operations:ident) => {
         pub(super) mod $module {
-            use super::{BLOCK_KEYS, HEAD_DIM_STEP, Masses, Number, Part, Scratch, Tile, UNSEEN, by_lane};
+            use super::{BLOCK_KEYS, HEAD_DIM_STEP, Masses, Number, Part, Scratch, Tile, Typed, UNSEEN, by_lane};
 
             /// Lanes a tile, and a vector.
             pub(crate) const LANES: usize = $width * $vectors;
@@ -37,11 +37,13 @@ macro_rules! tile_kernel {
             const KEYS: usize = $keys;
             /// Numbers of a head at once, as well.
             const NUMBERS: usize = $numbers;
-            /// Whether a tile's output is `[lanes][padded head]`: vectors are of a head's numbers, not of lanes.
-            pub(crate) const BY_LANE: bool = VECTORS == 1;
+            /// Whether values are summed in vectors of a head's numbers, not of lanes.
+            const BY_LANE: bool = VECTORS == 1;
             type Group = [V; VECTORS];
 
-            use super::vectors::$operations::{V, add, exp2, fma, load, max, mul, splat, splat_at, store, sub, zero};
+            use super::vectors::$operations::{
+                V, add, exp2, fma, load, max, mul, splat, splat_at, store, sub, transpose, widen, zero,
+            };
 
             #[inline]
             $(#[target_feature(enable = $feature)])?
@@ -60,6 +62,50 @@ macro_rules! tile_kernel {
                 let to = &mut to[..LANES];
                 for (vector, value) in group.into_iter().enumerate() {
                     store(&mut to[vector * $width..], value);
+                }
+            }
+
+            /// Lays heads of the query out by lane, times `scale`: `[padded head][lanes]`, whose padding is not written. `starts`:
+            /// where each lane's head begins.
+            $(#[target_feature(enable = $feature)])?
+            pub(crate) fn pack<Q: Number>(query: &[Q], dim: usize, starts: &[usize], scale: f32, to: &mut [f32]) {
+                let whole = dim - dim % WIDTH;
+                for (block, starts) in starts.chunks_exact(WIDTH).enumerate() {
+                    for first in (0..whole).step_by(WIDTH) {
+                        let mut square = [zero(); WIDTH];
+                        for (row, start) in square.iter_mut().zip(starts) {
+                            let numbers = match Q::typed(&query[start + first..]) {
+                                Typed::F32(numbers) => load(numbers),
+                                Typed::Bf16(numbers) => widen(numbers),
+                            };
+                            *row = mul(numbers, splat(scale));
+                        }
+                        for (number, lanes) in transpose(square).into_iter().enumerate() {
+                            store(&mut to[(first + number) * LANES + block * WIDTH..], lanes);
+                        }
+                    }
+                    for number in whole..dim {
+                        for (lane, start) in starts.iter().enumerate() {
+                            to[number * LANES + block * WIDTH + lane] = query[start + number].to_f32() * scale;
+                        }
+                    }
+                }
+            }
+
+            /// `[padded head][lanes]` as `[lanes][padded head]`.
+            $(#[target_feature(enable = $feature)])?
+            fn turn(from: &[f32], to: &mut [f32]) {
+                let size = from.len() / LANES;
+                for lane in (0..LANES).step_by(WIDTH) {
+                    for number in (0..size).step_by(WIDTH) {
+                        let mut square = [zero(); WIDTH];
+                        for (at, row) in square.iter_mut().enumerate() {
+                            *row = load(&from[(number + at) * LANES + lane..]);
+                        }
+                        for (at, numbers) in transpose(square).into_iter().enumerate() {
+                            store(&mut to[(lane + at) * size + number..], numbers);
+                        }
+                    }
                 }
             }
 
@@ -100,8 +146,9 @@ macro_rules! tile_kernel {
             /// Attention of one tile; the result is in `scratch`.
             $(#[target_feature(enable = $feature)])?
             pub(crate) fn attend<T: Number>(tile: &Tile<'_, T>, scratch: &mut Scratch) {
-                let Scratch { found, scores, packed, sums } = scratch;
-                let Part { output, greatest: greatest_out, total: total_out } = found;
+                let Scratch { found, by_number, scores, packed, sums } = scratch;
+                let Part { output: by_lane, greatest: greatest_out, total: total_out } = found;
+                let output = if BY_LANE { &mut *by_lane } else { &mut *by_number };
                 let mut sums = sums.chunks_exact_mut(LANES);
                 let mut ends = tile.ends.iter().map(|&end| end as usize).peekable();
                 let unmasked = tile.last[0] as usize;
@@ -191,6 +238,9 @@ macro_rules! tile_kernel {
                 }
                 for _ in ends {
                     record(sums.next(), greatest, total);
+                }
+                if !BY_LANE {
+                    turn(by_number, by_lane);
                 }
                 store_group(greatest_out, greatest);
                 store_group(total_out, total);

@@ -45,7 +45,7 @@ pub(in crate::cpu) fn padded(head_dim: usize) -> usize {
 /// What a tile, or a part of it, has found.
 #[derive(Clone, Default)]
 pub(in crate::cpu) struct Part {
-    /// `[padded head][lanes]`, or by lane `[lanes][padded head]`: the sum of weights · values, relative to 2^greatest.
+    /// `[lanes][padded head]`: the sum of weights · values, relative to 2^greatest.
     pub(in crate::cpu) output: Vec<f32>,
     /// By lane, the greatest score.
     pub(in crate::cpu) greatest: Vec<f32>,
@@ -59,6 +59,8 @@ pub(in crate::cpu) struct Scratch {
     pub(in crate::cpu) found: Part,
     /// `[ends][lanes]`: base-2 log-sum-exp up to each end; −∞ where no key is visible.
     pub(in crate::cpu) sums: Vec<f32>,
+    /// `[padded head][lanes]`: the output on its way.
+    pub(super) by_number: Vec<f32>,
     /// `[BLOCK_KEYS][lanes]`
     pub(super) scores: Vec<f32>,
     /// `[BLOCK_KEYS][padded head]`: converted keys, then values, of a block.
@@ -69,8 +71,9 @@ impl Scratch {
     /// Makes it as large as tiles of a call need it. All calls of one scratch have one head size: the padding of `packed`
     /// stays 0.
     pub(in crate::cpu) fn fit(&mut self, lanes: usize, head_dim: usize, ends: usize) {
-        let Self { found: Part { output, greatest, total }, sums, scores, packed } = self;
+        let Self { found: Part { output, greatest, total }, sums, by_number, scores, packed } = self;
         output.resize(padded(head_dim) * lanes, 0.0);
+        by_number.resize(padded(head_dim) * lanes, 0.0);
         greatest.resize(lanes, 0.0);
         total.resize(lanes, 0.0);
         sums.resize(ends * lanes, 0.0);
