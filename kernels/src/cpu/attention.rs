@@ -159,8 +159,12 @@ pub(crate) fn attend<Q: Number, T: Number>(isa: Isa, call: &Call<'_, Q, T>, outp
         });
         return;
     }
+    // KV heads of the same slots one after another: their numbers lie side by side in memory.
+    let mut order: Vec<usize> = (0..parts.len()).collect();
+    order.sort_by_key(|&part| (lanes[parts[part].0].sequence, parts[part].1.start));
     let found: Vec<std::sync::OnceLock<Part>> = parts.iter().map(|_| std::sync::OnceLock::new()).collect();
     parallel::for_each_with(parts.len(), Own::default, |own, task| {
+        let task = order[task];
         let (index, slots) = &parts[task];
         let scratch = part(isa, call, &lanes[*index], slots.clone(), own);
         found[task].get_or_init(|| scratch.found.clone());
