@@ -51,24 +51,15 @@ pub(crate) fn bytes_of(numbers: &[f32]) -> &[u8] {
     unsafe { std::slice::from_raw_parts(numbers.as_ptr().cast(), size_of_val(numbers)) }
 }
 
-/// Bytes as the f32 that this machine has written there. Fails unless they begin at a multiple of 4 and are whole numbers.
-pub(crate) fn floats<'a>(op: &'static str, bytes: &'a [u8]) -> Result<&'a [f32], Error> {
-    // SAFETY: every pattern of bits is an f32.
-    match unsafe { bytes.align_to::<f32>() } {
-        (&[], numbers, &[]) => Ok(numbers),
-        _ => Err(argument(op, format!("{} bytes at {:p} are no aligned f32", bytes.len(), bytes.as_ptr()))),
-    }
-}
-
-/// Numbers as f32 that have their bits. Fails unless they begin at a multiple of 4 bytes and fill it.
+/// Bytes, or numbers, as the f32 that have their bits on this machine. Fails unless they begin at a multiple of 4 bytes and fill it.
 pub(crate) fn words<'a, T: Element>(op: &'static str, numbers: &'a [T]) -> Result<&'a [f32], Error> {
     // SAFETY: numbers have no padding, and every pattern of bits is an f32.
     match unsafe { numbers.align_to::<f32>() } {
         (&[], words, &[]) => Ok(words),
-        _ => Err(argument(
-            op,
-            format!("{} numbers at {:p} do not fill words of 4 bytes", numbers.len(), numbers.as_ptr()),
-        )),
+        _ => {
+            let (count, bits) = (numbers.len(), 8 * size_of::<T>());
+            Err(argument(op, format!("{count} numbers of {bits} bits at {:p} are no aligned f32", numbers.as_ptr())))
+        }
     }
 }
 

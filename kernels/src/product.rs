@@ -135,22 +135,24 @@ impl Panels {
             Plus::Bias(bias) => Finish::Bias(data::numbers::<T>(PANELS, bias)?),
             Plus::Rows(rows) => Finish::Sum(data::numbers(PANELS, rows)?),
         };
-        let step = T::STEP as i64;
-        let mut rows = rows.shallow_clone();
-        if !(rows.data_ptr() as usize).is_multiple_of(size_of::<f32>()) || rows.stride()[0] % step != 0 {
-            // Rare: rows that do not all begin with a step.
-            let mut aligned = Tensor::f_empty(rows.size(), (T::KIND, Device::Cpu))?;
-            aligned.f_copy_(&rows)?;
-            rows = aligned;
-        }
+        let count = rows.size()[0];
         let rows = rows.f_unsqueeze(1)?;
         let (numbers, stride) = data::rows::<T>(PANELS, &rows)?;
-        let count = rows.size()[0];
+        let mut aligned;
+        let (rows, stride) = match data::words(PANELS, numbers) {
+            Ok(steps) if stride % T::STEP == 0 => (steps, stride / T::STEP),
+            _ => {
+                // Rare: rows that do not all begin with a step.
+                aligned = Tensor::f_empty([count, self.inner], (T::KIND, Device::Cpu))?;
+                aligned.f_copy_(&rows.f_squeeze_dim(1)?)?;
+                (data::words(PANELS, data::numbers::<T>(PANELS, &aligned)?)?, self.inner as usize / T::STEP)
+            }
+        };
         let call = Call {
-            rows: data::words(PANELS, numbers)?,
+            rows,
             count: count as usize,
-            stride: stride / T::STEP,
-            inner: (self.inner / step) as usize,
+            stride,
+            inner: self.inner as usize / T::STEP,
             panels: data::numbers::<f32>(PANELS, &self.numbers)?,
             width: self.width as usize,
             finish,
@@ -254,6 +256,9 @@ mod tests {
         let of_half = Panels::new(&half(&[4, 6])).unwrap();
         assert!(of_half.product(&float(&[2, 6]), Plus::Nothing).is_err());
         assert!(of_half.product(&half(&[2, 6]), Plus::Bias(&float(&[4]))).is_err());
+        // Nor do rows that would have to be copied, for they do not begin with a step.
+        assert!(of_half.product(&float(&[2, 7]).narrow(1, 0, 6), Plus::Nothing).is_err());
+        assert!(of_half.product(&half(&[6, 3]).tr(), Plus::Nothing).is_err());
         assert!(Panels::gated(&float(&[4, 6]), &float(&[4, 5])).is_err());
         let (plain, gated) =
             (Panels::new(&float(&[4, 6])).unwrap(), Panels::gated(&float(&[4, 6]), &float(&[4, 6])).unwrap());

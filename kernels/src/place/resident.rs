@@ -191,8 +191,8 @@ impl Resident {
             rows: rows.clone(),
             keys: of_rows(keys),
             values: of_rows(values),
-            key_scales: data::floats(OP, &bytes[key_scales.clone()])?,
-            value_scales: data::floats(OP, &bytes[value_scales.clone()])?,
+            key_scales: data::words(OP, &bytes[key_scales.clone()])?,
+            value_scales: data::words(OP, &bytes[value_scales.clone()])?,
         })
     }
 }
